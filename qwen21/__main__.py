@@ -1,0 +1,69 @@
+"""python -m qwen21: paint and edit pictures from a shell.
+
+Exit codes: 0 done, 1 it failed, 2 the request was wrong, 130 interrupted. Errors are one line on stderr.
+"""
+
+import argparse
+import sys
+from typing import NoReturn
+
+from .errors import Qwen21Error, UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m qwen21", description="Qwen-Image 2.1 without a user interface.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="paint a picture, or edit pictures", description="Paint a picture from a prompt, or edit pictures with --image.")
+    generate.add_argument("prompt", metavar="PROMPT", help="what to paint; pictures are called <image1>, <image2> ... in the order of --image")
+    generate.add_argument("-o", "--output", required=True, metavar="OUT.png", help="RGBA PNG to write; with --batch the seed is added to each name")
+    generate.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder in the diffusers layout")
+    generate.add_argument("--image", action="append", default=[], metavar="FILE", help="reference picture, up to 10; give the option again for each")
+    generate.add_argument("--negative", metavar="TEXT", help="what to steer away from, used when --cfg is not 1 (default: empty)")
+    generate.add_argument("--cfg", type=float, default=1.0, metavar="X", help="guidance scale; 1 (default) means none and halves the work")
+    generate.add_argument("--steps", type=int, metavar="N", help="default: 40, or the checkpoint's own sigmas")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    generate.add_argument("--width", type=int, metavar="W", help="pixels; default: square, or as the last reference")
+    generate.add_argument("--height", type=int, metavar="H", help="pixels; default: square, or as the last reference")
+    generate.add_argument("--resolution", type=int, metavar="N", help="references are resized to an area of N x N pixels; default: the checkpoint's native size")
+    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda and mps, float32 on cpu")
+    generate.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
+    generate.add_argument("--schedule", choices=("auto", "dynamic", "turbo"), default="auto", help="auto (default) follows the checkpoint")
+    generate.add_argument("--kv-cache", choices=("run", "off"), default="run", help="run (default) computes text and references once; off at every step")
+    generate.add_argument("--batch", type=int, default=1, metavar="N", help="paint N pictures with seeds SEED, SEED + 1, ...; default: 1")
+    generate.add_argument("--json", action="store_true", help="print one line of JSON: sizes, token counts, seconds a stage, peak memory")
+    generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    random = commands.add_parser("make-random", help="write a small checkpoint with random weights", description="Write a small random checkpoint, for tests: it paints noise.")
+    random.add_argument("folder", metavar="FOLDER", help="new folder")
+    random.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    random.add_argument("--turbo", action="store_true", help="as a Turbo checkpoint, with fixed sigmas")
+    random.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "generate":
+            from .commands import generate as command
+        else:
+            from .commands import make_random as command
+        command(options)
+        return 0
+    except (Qwen21Error, KeyboardInterrupt) as error:
+        if options.debug:
+            raise
+        interrupted = isinstance(error, KeyboardInterrupt)
+        print("interrupted: nothing was left half-written" if interrupted else f"error: {error}", file=sys.stderr)
+        return 130 if interrupted else 2 if isinstance(error, UsageError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

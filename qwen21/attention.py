@@ -1,0 +1,42 @@
+"""Block-causal attention, exact and without a mask over the whole sequence.
+
+`allowed(q, k) = (q >= k) or same picture` falls apart into one call a segment over the keys [0, end of the segment): a picture needs no
+mask, a run of text a causal one aligned to the bottom right. Every tensor is (batch, heads, tokens, head_dim).
+"""
+
+from typing import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .sequence import Segment, bounds
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Every query sees every key. The target's attention, and a picture's."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Query i sees the keys up to and including its own, the queries being the LAST tokens of the keys."""
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def prefix_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[Segment], past: int = 0, full: Attention = full_attention
+) -> torch.Tensor:
+    """Block-causal attention of the prefix tokens in `segments`.
+
+    `q` holds their queries; `k` and `v` hold `past` earlier tokens in front of theirs. `full` computes the unmasked calls.
+    """
+    outputs = []
+    for start, end, segment in bounds(segments):
+        attend = causal_attention if segment.is_text else full
+        outputs.append(attend(q[:, :, start:end], k[:, :, : past + end], v[:, :, : past + end]))
+    return torch.cat(outputs, dim=2)

@@ -1,0 +1,199 @@
+"""Checkpoint folders in the diffusers layout: what is in them, and their parts as loaded modules.
+
+Modules are built with parameters on the meta device and receive each tensor straight from its file, on the target device and in the
+target dtype: nothing is initialised first and no second copy is held. Only safetensors are read.
+"""
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable, Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import nn
+
+from .config import ModelIndex, ScheduleConfig, TransformerConfig, VAEConfig, read_json
+from .errors import Qwen21Error
+from .text_encoder import PictureProcessor, Qwen3VLModel, TextEncoder
+from .transformer import QwenImage21Transformer
+from .vae import QwenImage21VAE
+
+SAME_NAME = str  # a renaming that changes nothing
+
+
+class Checkpoint:
+    """A Qwen-Image 2.1 folder: `model_index.json`, `transformer/`, `text_encoder/`, `vae/`, `scheduler/`, `processor/`.
+
+    Opening it reads and checks the configs only. Raises Qwen21Error if a part is missing, is another model's, or does not fit the others.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise Qwen21Error(f"the model folder {folder} does not exist: give a Qwen-Image 2.1 folder in the diffusers layout")
+        self.index = ModelIndex.from_dict(*self._config("model_index.json"))
+        self.transformer_config = TransformerConfig.from_dict(*self._config("transformer/config.json"))
+        self.vae_config = VAEConfig.from_dict(*self._config("vae/config.json"))
+        self.schedule = ScheduleConfig.from_dict(*self._config("scheduler/scheduler_config.json"))
+        self._encoder_config, source = self._config("text_encoder/config.json")
+        self._check_fit(source)
+
+    def transformer(self, device: torch.device, dtype: torch.dtype) -> QwenImage21Transformer:
+        """The denoiser, in eval mode without gradients."""
+        with meta_parameters():
+            model = QwenImage21Transformer(self.transformer_config)
+        return load_weights(model, self.folder / "transformer", device, dtype)
+
+    def vae(self, device: torch.device, dtype: torch.dtype) -> QwenImage21VAE:
+        """The autoencoder. Conv3d weights of temporal size 1 lose that axis; the unused `time_conv` weights are not read."""
+        with meta_parameters():
+            model = QwenImage21VAE(self.vae_config)
+        return load_weights(model, self.folder / "vae", device, dtype, lambda name: None if ".time_conv." in name else name, squeeze=True)
+
+    def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        """Qwen3-VL without its language head, with tokenizer and picture processor."""
+        from transformers import Qwen3VLConfig
+
+        config = Qwen3VLConfig.from_dict(_both_rope_spellings(self._encoder_config))
+        config._attn_implementation = "sdpa"
+        with meta_parameters():
+            model = Qwen3VLModel(config)
+        encoder = TextEncoder(model, self._tokenizer(), PictureProcessor.from_pretrained(self.folder / "processor", local_files_only=True))
+        load_weights(model, self.folder / "text_encoder", device, dtype, _encoder_name)
+        return encoder
+
+    def _config(self, name: str) -> tuple[dict, str]:
+        path = self.folder / name
+        return read_json(path), str(path)
+
+    def _check_fit(self, source: str) -> None:
+        kind = self._encoder_config.get("model_type")
+        if kind != "qwen3_vl":
+            raise Qwen21Error(f"{source}: `model_type` is {kind!r}, expected 'qwen3_vl': take the text_encoder folder of a Qwen-Image 2.1 checkpoint")
+        width, wanted = self._encoder_config.get("text_config", {}).get("hidden_size"), self.transformer_config.context_in_dim
+        if width != wanted:
+            raise Qwen21Error(f"{source}: `hidden_size` is {width}, the denoiser expects a text encoder of width {wanted}: the two come from different checkpoints")
+        if self.vae_config.z_dim != self.transformer_config.in_channels:
+            raise Qwen21Error(
+                f"{self.folder}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser takes {self.transformer_config.in_channels}: "
+                "the two come from different checkpoints"
+            )
+
+    def _tokenizer(self) -> Tokenizer:
+        folder = self.folder / "processor"
+        if (folder / "tokenizer.json").is_file():
+            try:
+                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the tokenizers package raises plain Exception
+                raise Qwen21Error(f"{folder / 'tokenizer.json'} cannot be read ({error}): download the file again") from None
+        if (folder / "vocab.json").is_file():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+        raise Qwen21Error(f"{folder / 'tokenizer.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules built inside get their parameters on the meta device; buffers, such as rotary frequencies, stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(self, name, parameter if parameter is None else nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Which file of `folder` holds which tensor: from a `*.safetensors.index.json`, or of the single safetensors file there."""
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if indexes:
+        names = read_json(indexes[0]).get("weight_map", {})
+        for file in sorted(set(names.values())):
+            if not (folder / file).is_file():
+                raise Qwen21Error(f"{folder / file} is missing: {indexes[0].name} lists it, download it again")
+        return {name: folder / file for name, file in names.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        found = f"only {', '.join(others)}" if others and not files else f"{len(files)} safetensors files and no index"
+        raise Qwen21Error(f"{folder} holds {found}, expected one safetensors file or shards with their index: download the folder again")
+    with open_safetensors(files[0]) as file:
+        return {name: files[0] for name in file.keys()}
+
+
+@contextmanager
+def open_safetensors(path: Path, device: torch.device | str = "cpu"):
+    """safetensors.safe_open whose errors name the file."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise Qwen21Error(f"{path} is damaged or truncated ({error}): download it again") from None
+
+
+def load_weights(
+    module: nn.Module,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    rename: Callable[[str], str | None] = SAME_NAME,
+    squeeze: bool = False,
+) -> nn.Module:
+    """Fill `module`, built under `meta_parameters`, from the safetensors in `folder` and return it on `device`, in eval mode.
+
+    `rename` maps a tensor's name in the file to the module's (None: not used). With `squeeze`, axes of size 1 may differ.
+    Raises Qwen21Error that names the tensor if one is missing, unknown, or of another shape.
+    """
+    waiting = dict(module.named_parameters())
+    by_file: dict[Path, list[str]] = {}
+    for name, path in weight_files(folder).items():
+        by_file.setdefault(path, []).append(name)
+    for path, names in by_file.items():
+        with open_safetensors(path, device) as file:
+            missing = set(names) - set(file.keys())
+            if missing:
+                raise Qwen21Error(f"{path} lacks the tensor {min(missing)} that the index lists: download it again")
+            for name in names:
+                target = rename(name)
+                if target is None:
+                    continue
+                if target not in waiting:
+                    raise Qwen21Error(f"{path}: unknown tensor {name}: this is not the part of Qwen-Image 2.1 that was expected here")
+                found, expected = tuple(file.get_slice(name).get_shape()), tuple(waiting.pop(target).shape)
+                if found != expected and not (squeeze and _without_ones(found) == _without_ones(expected)):
+                    raise Qwen21Error(f"{path}: tensor {name} has shape {found}, the config asks for {expected}: weights and config.json come from different models")
+                _assign(module, target, file.get_tensor(name).to(device, dtype).reshape(expected))
+    if waiting:
+        raise Qwen21Error(f"{folder} lacks {len(waiting)} tensors, the first is {min(waiting)}: download the folder again")
+    return module.to(device).eval()  # .to: buffers; the parameters are there
+
+
+def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _encoder_name(name: str) -> str | None:
+    """A tensor's name in a Qwen3-VL file to that in Qwen3VLModel. The head and the final norm are not used."""
+    name = name.removeprefix("model.")
+    return None if name in ("lm_head.weight", "language_model.norm.weight") else name
+
+
+def _both_rope_spellings(config: dict) -> dict:
+    """transformers 5 writes `rope_parameters`, 4.57 reads `rope_theta` and `rope_scaling`: give whichever is missing."""
+    text = dict(config["text_config"])
+    rope = text.get("rope_parameters")
+    if rope:
+        text.setdefault("rope_theta", rope["rope_theta"])
+        text.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    return config | {"text_config": text}

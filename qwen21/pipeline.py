@@ -1,0 +1,193 @@
+"""The stages in order: encode, VAE encode, prefill, steps, decode. For the command line and for tests."""
+
+import gc
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Iterable, Iterator, Sequence
+
+import torch
+from PIL import Image
+
+from .checkpoint import Checkpoint
+from .config import ScheduleConfig
+from .errors import Qwen21Error, UsageError
+from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
+from .sampling import Velocity, euler, guided, initial_noise
+from .schedule import DEFAULT_STEPS, TURBO_SIGMAS, dynamic_sigmas, fixed_sigmas
+from .text_encoder import Encoding, template
+from .transformer import PrefixKV, QwenImage21Transformer
+
+SCHEDULES = ("auto", "dynamic", "turbo")
+KV_CACHES = ("run", "off")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to paint. None leaves a choice to the checkpoint (and to the last reference, for the size)."""
+
+    prompt: str
+    negative: str | None = None
+    pictures: Sequence[Image.Image] = ()  # RGBA, up to 10
+    cfg: float = 1.0
+    steps: int | None = None
+    width: int | None = None
+    height: int | None = None
+    resolution: int | None = None
+    schedule: str = "auto"
+    kv_cache: str = "run"
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("width", self.width), ("height", self.height), ("resolution", self.resolution)):
+            least = 1 if name == "steps" else MULTIPLE
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}, expected at least {least}")
+        if not 0 <= self.cfg < float("inf"):
+            raise UsageError(f"cfg is {self.cfg}, expected a number that is not negative: 1 means no guidance")
+        for prompt in self.prompts:
+            template(prompt, len(self.pictures))  # refuses vision tokens and too many pictures before anything is loaded
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompt and, if guidance needs it, the negative one (empty unless given)."""
+        return (self.prompt,) if self.cfg == 1 else (self.prompt, self.negative or "")
+
+
+@dataclass
+class Report:
+    """What a run was and cost: sizes in pixels, counts of tokens, seconds a stage."""
+
+    width: int = 0
+    height: int = 0
+    steps: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    kv_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def canvas(request: Request, native_resolution: int) -> tuple[int, int, list[str]]:
+    """(width, height) of the picture to paint, multiples of 32, and what there is to say about them."""
+    resolution = request.resolution or native_resolution
+    wide, high = area_size(resolution, *request.pictures[-1].size) if request.pictures else (resolution, resolution)
+    notes = []
+    sides = {"width": request.width or wide, "height": request.height or high}
+    for name, side in sides.items():
+        sides[name] = side // MULTIPLE * MULTIPLE
+        if sides[name] != side:
+            notes.append(f"{name} {side} is not a multiple of {MULTIPLE}: painting {sides[name]}")
+    return sides["width"], sides["height"], notes
+
+
+def sigmas(request: Request, checkpoint: Checkpoint, target_tokens: int) -> torch.Tensor:
+    """The schedule a request asks for: float32 (steps + 1,). Raises UsageError when `steps` contradicts sigmas that are fixed."""
+    config, fixed = checkpoint.schedule, checkpoint.index.sample_sigmas
+    if request.schedule == "dynamic":
+        config, fixed = config if config.use_dynamic_shifting else ScheduleConfig(), ()
+    elif request.schedule == "turbo" and not fixed:
+        config, fixed = ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0), TURBO_SIGMAS
+    if not fixed:
+        return dynamic_sigmas(config, request.steps or DEFAULT_STEPS, target_tokens)
+    if request.steps not in (None, len(fixed)):
+        raise UsageError(f"steps is {request.steps}, but these sigmas are fixed at {len(fixed)} steps: leave steps out, or choose the dynamic schedule")
+    return fixed_sigmas(config, fixed, target_tokens)
+
+
+class Pipeline:
+    """Runs requests against a checkpoint folder. A part is loaded when its stage begins and dropped when it ends, so that memory holds
+    the largest part and not their sum.
+
+    `progress` wraps the range of steps (tqdm, say).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Callable[[Iterable[int]], Iterable[int]] = iter):
+        self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
+        # The published VAE overflows in float16.
+        self.vae_dtype = torch.float32 if dtype == torch.float16 else dtype
+
+    @torch.inference_mode()
+    def generate(self, request: Request, seeds: Sequence[int], report: Report) -> Iterator[Image.Image]:
+        """An RGBA picture a seed, as each is ready; all share one encode and one prefill. Fills `report` on the way."""
+        checkpoint = self.checkpoint
+        report.width, report.height, report.notes = canvas(request, checkpoint.index.native_resolution)
+        rows, columns = report.height // checkpoint.vae_config.spatial_ratio, report.width // checkpoint.vae_config.spatial_ratio
+        schedule = sigmas(request, checkpoint, rows * columns)
+        report.steps = len(schedule) - 1
+        resolution = request.resolution or checkpoint.index.native_resolution
+        pictures = [resize(picture, *area_size(resolution, *picture.size)) for picture in request.pictures]
+
+        encodings = self._encode(request, pictures, report)
+        with self._stage("load", report):
+            vae = checkpoint.vae(self.device, self.vae_dtype)
+        with self._stage("vae encode", report):
+            references = [vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype) for picture in pictures]
+        with self._stage("load", report):
+            transformer = checkpoint.transformer(self.device, self.dtype)
+        report.tokens = {
+            "text": len(encodings[0].token_ids),
+            "negative text": len(encodings[1].token_ids) if len(encodings) > 1 else 0,
+            "references": sum(latents.shape[2] * latents.shape[3] for latents in references),
+            "target": rows * columns,
+        }
+        velocity = self._velocity(transformer, encodings, references, request, report)
+        for seed in seeds:
+            with self._stage("steps", report):
+                noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
+                latents = euler(noise, schedule.to(self.device), velocity, self.progress)
+            with self._stage("decode", report):
+                picture = from_pixels(vae.decode(vae.denormalize(latents.to(self.vae_dtype))))
+            yield picture
+
+    def _encode(self, request: Request, pictures: Sequence[Image.Image], report: Report) -> list[Encoding]:
+        with self._stage("load", report):
+            encoder = self.checkpoint.text_encoder(self.device, self.dtype)
+        with self._stage("encode", report):
+            encodings = encoder.encode(request.prompts, pictures)
+        del encoder
+        gc.collect()  # transformers' modules refer to one another in circles
+        return encodings
+
+    def _velocity(
+        self, transformer: QwenImage21Transformer, encodings: Sequence[Encoding], references: Sequence[torch.Tensor], request: Request, report: Report
+    ) -> Velocity:
+        """The guided velocity over the prefixes of `encodings`, prefilled now, or before every evaluation if the cache is off."""
+
+        def prefill(encoding: Encoding) -> PrefixKV:
+            return transformer.prefill(encoding.states, encoding.image_slots, references)
+
+        def branch(encoding: Encoding) -> Velocity:
+            if request.kv_cache == "off":
+                return lambda latents, sigma: transformer.denoise(latents.to(self.dtype), sigma, prefill(encoding))
+            with self._stage("prefill", report):
+                prefix = prefill(encoding)
+            report.kv_bytes += prefix.nbytes
+            return lambda latents, sigma: transformer.denoise(latents.to(self.dtype), sigma, prefix)
+
+        positive, *negative = map(branch, encodings)
+        return guided(positive, negative[0] if negative else None, request.cfg)
+
+    @contextmanager
+    def _stage(self, name: str, report: Report) -> Iterator[None]:
+        """Add what the block takes to `report.seconds[name]`; say in which stage memory ran out."""
+        start = time.perf_counter()
+        try:
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+                raise
+            raise Qwen21Error(f"out of memory on {self.device} in the stage '{name}': {_REMEDY[name]}") from error
+        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+_SMALLER = "paint a smaller picture (--width, --height, --resolution) or use --dtype bfloat16"
+_REMEDY = {
+    "load": "use --dtype bfloat16, or --device cpu",
+    "encode": "give fewer or smaller reference pictures (--resolution), or use --dtype bfloat16",
+    "vae encode": "give smaller reference pictures (--resolution), or use --dtype bfloat16",
+    "prefill": "give fewer or smaller reference pictures (--resolution), or use --dtype bfloat16",
+    "steps": _SMALLER,
+    "decode": _SMALLER,
+}

@@ -1,0 +1,40 @@
+"""Sigmas: which noise levels are visited. float32 throughout, in the order of the reference's operations, so that they are equal to the bit."""
+
+import math
+
+import numpy as np
+import torch
+
+from .config import ScheduleConfig
+from .errors import UsageError
+
+DEFAULT_STEPS = 40
+# The published Turbo checkpoint's own steps (its `model_index.json`), which its distillation was made for.
+TURBO_SIGMAS = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
+
+
+def dynamic_mu(config: ScheduleConfig, target_tokens: int) -> float:
+    """The exponential shift for a picture of `target_tokens` latent tokens (references do not count). Extrapolates, never clamps."""
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    return target_tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
+
+
+def dynamic_sigmas(config: ScheduleConfig, steps: int, target_tokens: int) -> torch.Tensor:
+    """`steps` + 1 falling sigmas, float32, from 1 to 0, spread evenly before the checkpoint's shift. One step is [1, 0]."""
+    if steps < 1:
+        raise UsageError(f"steps is {steps}, expected at least 1")
+    return fixed_sigmas(config, np.linspace(1.0, 1 / steps, steps), target_tokens)
+
+
+def fixed_sigmas(config: ScheduleConfig, sigmas, target_tokens: int) -> torch.Tensor:
+    """The sigmas a checkpoint brings, shifted as its schedule asks (Turbo's asks for nothing), float32 with the final 0 appended."""
+    s = np.asarray(sigmas, dtype=np.float32)
+    if config.use_dynamic_shifting:
+        e = math.exp(dynamic_mu(config, target_tokens))
+        s = e / (e + (1 / s - 1) ** 1.0)
+    else:
+        s = config.shift * s / (1 + (config.shift - 1) * s)
+    if config.shift_terminal and len(s) > 1:  # the stretch divides by 1 - s[-1], which is 0 for a single step
+        away = 1 - s
+        s = 1 - away / (away[-1] / (1 - config.shift_terminal))
+    return torch.cat([torch.from_numpy(s).to(torch.float32), torch.zeros(1)])

@@ -1,0 +1,277 @@
+"""The denoiser: a single stream of text, reference and target tokens under block-causal attention.
+
+Text and references are modulated at t = 0 and never see the target, so they are an immutable prefix: `prefill` computes their keys and
+values once, `denoise` runs the target's tokens against them, once a step. Parameters carry the names of the published checkpoint.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+from .attention import Attention, full_attention, prefix_attention
+from .config import TransformerConfig
+from .errors import Qwen21Error
+from .rope import apply_rotary, rotary_table
+from .sequence import Segment, positions, prefix_segments
+
+TIME_CHANNELS = 256
+TIME_PERIOD = 10000
+FP16_MAX = 65504.0
+
+
+class Modulation(NamedTuple):
+    """Shared by every block, each (batch, 1, dim): factors on the normed input and on the branch's output, attention then MLP."""
+
+    scale1: torch.Tensor
+    gate1: torch.Tensor
+    scale2: torch.Tensor
+    gate2: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefixKV:
+    """Keys (after RoPE) and values of a prefix, one pair of (1, heads, tokens, head_dim) a layer.
+
+    `position` is the running position after the prefix: where whatever follows begins. Never written to once made.
+    """
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    position: int
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0][0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+
+class ZeroCenteredRMSNorm(nn.Module):
+    """RMS norm in fp32 whose stored weight is the scale minus one."""
+
+    def __init__(self, dim: int, eps: float, device=None, dtype=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight.to(device=x.device, dtype=torch.float32) + 1
+        return F.rms_norm(x.float(), x.shape[-1:], scale, self.eps).to(x.dtype)
+
+
+class TextProjection(nn.Module):
+    """Encoder states (..., context_in_dim) to the stream's width."""
+
+    def __init__(self, config: TransformerConfig, operations, **factory):
+        super().__init__()
+        self.text_norm = ZeroCenteredRMSNorm(config.context_in_dim, config.eps, **factory)
+        self.in_layer = operations.Linear(config.context_in_dim, config.dim, bias=False, **factory)
+        self.out_layer = operations.Linear(config.dim, config.dim, bias=False, **factory)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.out_layer(F.gelu(self.in_layer(self.text_norm(states)), approximate="tanh"))
+
+
+class TimestepMLP(nn.Module):
+    def __init__(self, dim: int, operations, **factory):
+        super().__init__()
+        self.linear_1 = operations.Linear(TIME_CHANNELS, dim, bias=False, **factory)
+        self.linear_2 = operations.Linear(dim, dim, bias=False, **factory)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(F.silu(self.linear_1(features)))
+
+
+class TimeEmbedding(nn.Module):
+    """t in [0, 1], (batch,), to (batch, dim): sinusoids of 1000 t in fp32 (cosines first), then an MLP in t's dtype."""
+
+    def __init__(self, dim: int, operations, **factory):
+        super().__init__()
+        self.timestep_embedder = TimestepMLP(dim, operations, **factory)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        half = TIME_CHANNELS // 2
+        frequencies = torch.exp(-math.log(TIME_PERIOD) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        angles = (1000.0 * t.float())[:, None] * frequencies
+        return self.timestep_embedder(torch.cat([angles.cos(), angles.sin()], dim=-1).to(t.dtype))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: TransformerConfig, operations, **factory):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.to_q, self.to_k, self.to_v = (operations.Linear(config.dim, config.dim, bias=False, **factory) for _ in range(3))
+        self.to_out = nn.ModuleList([operations.Linear(config.dim, config.dim, bias=False, **factory)])
+        self.norm_q, self.norm_k = (operations.RMSNorm(config.attention_head_dim, eps=config.eps, **factory) for _ in range(2))
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return rearrange(x, "batch tokens (heads dim) -> batch heads tokens dim", heads=self.heads)
+
+    def keys_values(self, x: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (normed, rotated) and V of `x` (batch, tokens, dim), each (batch, heads, tokens, head_dim)."""
+        return apply_rotary(self.norm_k(self._split(self.to_k(x))), rotary), self._split(self.to_v(x))
+
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, attend: Attention) -> torch.Tensor:
+        q = apply_rotary(self.norm_q(self._split(self.to_q(x))), rotary)
+        out = attend(q, *self.keys_values(x, rotary))
+        return self.to_out[0](rearrange(out, "batch heads tokens dim -> batch tokens (heads dim)"))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: TransformerConfig, operations, **factory):
+        super().__init__()
+        hidden = config.dim * config.mlp_ratio
+        self.gate_layer, self.proj = (operations.Linear(config.dim, hidden, bias=False, **factory) for _ in range(2))
+        self.out = operations.Linear(hidden, config.dim, bias=False, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(F.silu(self.gate_layer(x)) * self.proj(x))
+
+
+class Block(nn.Module):
+    """One of the identical layers. It owns no modulation; the model computes one for all of them."""
+
+    def __init__(self, config: TransformerConfig, operations, **factory):
+        super().__init__()
+        self.img_norm1, self.img_norm2 = (operations.LayerNorm(config.dim, eps=config.eps, elementwise_affine=False, **factory) for _ in range(2))
+        self.attn = SelfAttention(config, operations, **factory)
+        self.img_mlp = SwiGLU(config, operations, **factory)
+
+    def keys_values(self, x: torch.Tensor, modulation: Modulation, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `forward` would hand to its `attend` as keys and values, without the rest of the block."""
+        return self.attn.keys_values(self.img_norm1(x) * modulation.scale1, rotary)
+
+    def forward(self, x: torch.Tensor, modulation: Modulation, rotary: torch.Tensor, attend: Attention) -> torch.Tensor:
+        x = x + modulation.gate1 * self.attn(self.img_norm1(x) * modulation.scale1, rotary, attend)
+        x = x + modulation.gate2 * self.img_mlp(self.img_norm2(x) * modulation.scale2)
+        return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+
+class FinalNorm(nn.Module):
+    def __init__(self, config: TransformerConfig, operations, **factory):
+        super().__init__()
+        self.linear = operations.Linear(config.dim, config.dim, bias=False, **factory)
+        self.norm = operations.LayerNorm(config.dim, eps=config.eps, elementwise_affine=False, **factory)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * (1 + self.linear(F.silu(time)))[:, None]
+
+
+class QwenImage21Transformer(nn.Module):
+    """The denoiser of Qwen-Image 2.1.
+
+    `operations` supplies Linear, LayerNorm and RMSNorm (torch.nn, or a host's own for quantised and offloaded weights); `attention`
+    computes unmasked attention on (batch, heads, tokens, head_dim).
+    """
+
+    def __init__(self, config: TransformerConfig, operations=nn, attention: Attention = full_attention, device=None, dtype=None):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.config, self.attention = config, attention
+        self.img_in = operations.Linear(config.in_channels, config.dim, bias=False, **factory)
+        self.txt_in = TextProjection(config, operations, **factory)
+        self.time_text_embed = TimeEmbedding(config.dim, operations, **factory)
+        self.modulation = nn.Sequential(nn.SiLU(), operations.Linear(config.dim, 4 * config.dim, bias=False, **factory))
+        self.transformer_blocks = nn.ModuleList(Block(config, operations, **factory) for _ in range(config.num_layers))
+        self.norm_out = FinalNorm(config, operations, **factory)
+        self.proj_out = operations.Linear(config.dim, config.out_channels, bias=False, **factory)
+
+    def prefill(
+        self,
+        context: torch.Tensor,
+        image_slots: Sequence[int] = (),
+        reference_latents: Sequence[torch.Tensor] = (),
+        past: PrefixKV | None = None,
+    ) -> PrefixKV:
+        """Keys and values of text and references, which no step changes.
+
+        `context` (1, text tokens, context_in_dim): the encoder's states without vision tokens, in the dtype to compute in.
+        `reference_latents[i]` (1, 64, rows, columns), normalised, is spliced in before text token `image_slots[i]`.
+        With `past`, these tokens continue that prefix, slots counting from the first token of `context`; the result holds both.
+        Raises Qwen21Error when shapes, slots and pictures do not belong together.
+        """
+        segments = self._prefix_segments(context, image_slots, reference_latents)
+        if not segments:
+            if past is None:
+                raise Qwen21Error("the prefix is empty: give at least one text token or reference")
+            return past
+        start, past_tokens = (past.position, past.tokens) if past else (0, 0)
+        x = self._splice(context, segments, reference_latents)
+        modulation = self._modulation(self.time_text_embed(x.new_zeros(1)))
+        rotary = self._rotary(segments, start, x.device)
+        layers = []
+
+        def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if past:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(past.layers[len(layers)], (k, v)))
+            layers.append((k, v))
+            return k, v
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return prefix_attention(q, *store(k, v), segments, past_tokens, self.attention)
+
+        for block in self.transformer_blocks[:-1]:
+            x = block(x, modulation, rotary, attend)
+        store(*self.transformer_blocks[-1].keys_values(x, modulation, rotary))  # nothing reads what the last block would make of the prefix
+        return PrefixKV(tuple(layers), start + sum(segment.advance for segment in segments))
+
+    def denoise(self, target: torch.Tensor, sigma: float | torch.Tensor, prefix: PrefixKV) -> torch.Tensor:
+        """The flow-matching velocity of `target` (batch, 64, rows, columns), normalised latents in the dtype to compute in; same shape.
+
+        `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`.
+        """
+        self._check_latents("the target", target)
+        batch, _, rows, columns = target.shape
+        # The reference rounds 1000 sigma to the compute dtype and divides there: two roundings in half precision.
+        t = (1000 * torch.as_tensor(sigma, dtype=torch.float32, device=target.device)).to(target.dtype).expand(batch) / 1000
+        time = self.time_text_embed(t)
+        modulation = self._modulation(time)
+        rotary = self._rotary([Segment.picture(rows, columns)], prefix.position, target.device)
+        x = self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels"))
+        for block, (prefix_k, prefix_v) in zip(self.transformer_blocks, prefix.layers):
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_k=prefix_k, prefix_v=prefix_v) -> torch.Tensor:
+                k, v = (torch.cat([old.expand(batch, -1, -1, -1), new], dim=2) for old, new in ((prefix_k, k), (prefix_v, v)))
+                return self.attention(q, k, v)
+
+            x = block(x, modulation, rotary, attend)
+        velocity = self.proj_out(self.norm_out(x, time))
+        return rearrange(velocity, "batch (rows columns) channels -> batch channels rows columns", rows=rows)
+
+    def _modulation(self, time: torch.Tensor) -> Modulation:
+        scale1, gate1, scale2, gate2 = self.modulation(time)[:, None].chunk(4, dim=-1)
+        return Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
+
+    def _rotary(self, segments: Sequence[Segment], start: int, device: torch.device) -> torch.Tensor:
+        return rotary_table(positions(segments, start).to(device), self.config.axes_dims_rope)
+
+    def _prefix_segments(self, context: torch.Tensor, image_slots: Sequence[int], reference_latents: Sequence[torch.Tensor]) -> list[Segment]:
+        width = self.config.context_in_dim
+        if context.ndim != 3 or context.shape[0] != 1 or context.shape[2] != width:
+            raise Qwen21Error(f"the text states have shape {tuple(context.shape)}, this denoiser takes (1, tokens, {width}): use the text encoder that belongs to it")
+        for number, latents in enumerate(reference_latents, start=1):
+            self._check_latents(f"reference {number}", latents)
+            if latents.shape[0] != 1:
+                raise Qwen21Error(f"reference {number} is a batch of {latents.shape[0]}, expected one picture: give each picture its own slot")
+        return prefix_segments(context.shape[1], image_slots, [tuple(latents.shape[2:]) for latents in reference_latents])
+
+    def _check_latents(self, what: str, latents: torch.Tensor) -> None:
+        channels = self.config.in_channels
+        if latents.ndim != 4 or latents.shape[1] != channels:
+            raise Qwen21Error(f"{what} has latents of shape {tuple(latents.shape)}, expected (batch, {channels}, rows, columns): encode it with the Qwen-Image 2.1 VAE")
+
+    def _splice(self, context: torch.Tensor, segments: Sequence[Segment], reference_latents: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The prefix's embedded tokens, (1, tokens, dim)."""
+        text = iter(self.txt_in(context).split([segment.length for segment in segments if segment.is_text], dim=1))
+        pictures = iter(reference_latents)
+        pieces = [
+            next(text) if segment.is_text else self.img_in(rearrange(next(pictures), "one channels rows columns -> one (rows columns) channels").to(context.dtype))
+            for segment in segments
+        ]
+        return torch.cat(pieces, dim=1)

@@ -1,0 +1,234 @@
+"""The RGBA autoencoder: pixels (batch, 4, height, width) in [-1, 1] to 64-channel latents 16 times smaller, and back.
+
+It is the single-frame case of a causal video VAE, written as the plain 2-D network that remains: temporal kernels are 1, `time_conv`
+weights are never used for one frame, and of a temporal level's shortcut only the part that one frame reaches is left (see
+ChannelAverage and ChannelRepeat). Parameters carry the names of the published checkpoint.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+from .config import VAEConfig
+from .errors import Qwen21Error
+
+
+class RMSNorm2d(nn.Module):
+    """x / |x| * sqrt(channels) * gamma over the channels, in fp32 for half types."""
+
+    def __init__(self, channels: int, device=None, dtype=None):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(channels, 1, 1, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        unit = F.normalize(x if x.dtype == torch.float32 else x.float(), dim=1).to(x.dtype)
+        return unit * x.shape[1] ** 0.5 * self.gamma.to(device=x.device, dtype=x.dtype)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, operations, **factory):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm2d(inputs, **factory), RMSNorm2d(outputs, **factory)
+        self.conv1 = operations.Conv2d(inputs, outputs, 3, padding=1, **factory)
+        self.conv2 = operations.Conv2d(outputs, outputs, 3, padding=1, **factory)
+        self.conv_shortcut = operations.Conv2d(inputs, outputs, 1, **factory) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        return self.conv2(F.silu(self.norm2(h))) + self.conv_shortcut(x)
+
+
+class AttentionBlock(nn.Module):
+    """Single-head self-attention over all positions, with a residual."""
+
+    def __init__(self, channels: int, operations, **factory):
+        super().__init__()
+        self.norm = RMSNorm2d(channels, **factory)
+        self.to_qkv = operations.Conv2d(channels, 3 * channels, 1, **factory)
+        self.proj = operations.Conv2d(channels, channels, 1, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = rearrange(self.to_qkv(self.norm(x)), "batch (three channels) rows columns -> three batch 1 (rows columns) channels", three=3)
+        h = F.scaled_dot_product_attention(q, k, v)
+        return x + self.proj(rearrange(h, "batch 1 (rows columns) channels -> batch channels rows columns", rows=x.shape[2]))
+
+
+class MidBlock(nn.Module):
+    def __init__(self, channels: int, operations, **factory):
+        super().__init__()
+        self.resnets = nn.ModuleList(ResidualBlock(channels, channels, operations, **factory) for _ in range(2))
+        self.attentions = nn.ModuleList([AttentionBlock(channels, operations, **factory)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.resnets[1](self.attentions[0](self.resnets[0](x)))
+
+
+class ChannelAverage(nn.Module):
+    """Shortcut of a down level: 2x2 pixels (and 2 frames if temporal) go into channels, which are averaged in groups.
+
+    A single frame is padded with a zero frame IN FRONT, so in a temporal level half of what is averaged is zero.
+    """
+
+    def __init__(self, outputs: int, factor: int, temporal: bool):
+        super().__init__()
+        self.outputs, self.factor, self.temporal = outputs, factor, temporal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.pixel_unshuffle(x, self.factor)
+        if self.temporal:
+            frame = rearrange(x, "batch (channels pixels) rows columns -> batch channels pixels rows columns", pixels=self.factor**2)
+            x = torch.cat([torch.zeros_like(frame), frame], dim=2).flatten(1, 2)
+        return rearrange(x, "batch (outputs group) rows columns -> batch outputs group rows columns", outputs=self.outputs).mean(dim=2)
+
+
+class ChannelRepeat(nn.Module):
+    """Shortcut of an up level: channels are repeated and laid out as 2x2 pixels (and 2 frames if temporal, of which the last is kept)."""
+
+    def __init__(self, inputs: int, outputs: int, temporal: bool):
+        super().__init__()
+        self.frames = 2 if temporal else 1
+        self.repeats = outputs * 4 * self.frames // inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.repeat_interleave(self.repeats, dim=1)
+        x = rearrange(x, "batch (channels frames pixels) rows columns -> batch channels frames pixels rows columns", frames=self.frames, pixels=4)
+        return F.pixel_shuffle(x[:, :, -1].flatten(1, 2), 2)
+
+
+class Downsample(nn.Module):
+    def __init__(self, channels: int, operations, **factory):
+        super().__init__()
+        self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), operations.Conv2d(channels, channels, 3, stride=2, **factory))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.resample(x)
+
+
+class Upsample(nn.Module):
+    def __init__(self, channels: int, operations, **factory):
+        super().__init__()
+        self.resample = nn.Sequential(nn.Upsample(scale_factor=2.0, mode="nearest-exact"), operations.Conv2d(channels, channels, 3, padding=1, **factory))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.resample(x)
+
+
+class DownBlock(nn.Module):
+    """Residual blocks, then half the size (except in the last level), beside a parameter-free shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, blocks: int, temporal: bool, last: bool, operations, **factory):
+        super().__init__()
+        self.avg_shortcut = ChannelAverage(outputs, 1 if last else 2, temporal)
+        self.resnets = nn.ModuleList(ResidualBlock(inputs if i == 0 else outputs, outputs, operations, **factory) for i in range(blocks))
+        self.downsampler = nn.Identity() if last else Downsample(outputs, operations, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shortcut = self.avg_shortcut(x)
+        for resnet in self.resnets:
+            x = resnet(x)
+        return self.downsampler(x) + shortcut
+
+
+class UpBlock(nn.Module):
+    """Residual blocks, then twice the size beside a parameter-free shortcut (except in the last level, which has neither)."""
+
+    def __init__(self, inputs: int, outputs: int, blocks: int, temporal: bool, last: bool, operations, **factory):
+        super().__init__()
+        self.avg_shortcut = None if last else ChannelRepeat(inputs, outputs, temporal)
+        self.resnets = nn.ModuleList(ResidualBlock(inputs if i == 0 else outputs, outputs, operations, **factory) for i in range(blocks))
+        self.upsampler = None if last else Upsample(outputs, operations, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for resnet in self.resnets:
+            h = resnet(h)
+        return h if self.upsampler is None else self.upsampler(h) + self.avg_shortcut(x)
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: VAEConfig, operations, **factory):
+        super().__init__()
+        widths = [config.base_dim * multiple for multiple in (1, *config.dim_mult)]
+        temporal = (*config.temperal_downsample, False)
+        last = len(config.dim_mult) - 1
+        self.conv_in = operations.Conv2d(config.in_channels, widths[0], 3, padding=1, **factory)
+        self.down_blocks = nn.ModuleList(
+            DownBlock(widths[i], widths[i + 1], config.num_res_blocks, temporal[i], i == last, operations, **factory) for i in range(last + 1)
+        )
+        self.mid_block = MidBlock(widths[-1], operations, **factory)
+        self.norm_out = RMSNorm2d(widths[-1], **factory)
+        self.conv_out = operations.Conv2d(widths[-1], 2 * config.z_dim, 3, padding=1, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(self.mid_block(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: VAEConfig, operations, **factory):
+        super().__init__()
+        widths = [config.decoder_base_dim * multiple for multiple in (config.dim_mult[-1], *reversed(config.dim_mult))]
+        temporal = (*reversed(config.temperal_downsample), False)
+        last = len(config.dim_mult) - 1
+        self.conv_in = operations.Conv2d(config.z_dim, widths[0], 3, padding=1, **factory)
+        self.mid_block = MidBlock(widths[0], operations, **factory)
+        self.up_blocks = nn.ModuleList(
+            UpBlock(widths[i], widths[i + 1], config.num_res_blocks + 1, temporal[i], i == last, operations, **factory) for i in range(last + 1)
+        )
+        self.norm_out = RMSNorm2d(widths[-1], **factory)
+        self.conv_out = operations.Conv2d(widths[-1], config.out_channels, 3, padding=1, **factory)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        x = self.mid_block(self.conv_in(z))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class QwenImage21VAE(nn.Module):
+    """The autoencoder of Qwen-Image 2.1. `operations` supplies Conv2d."""
+
+    def __init__(self, config: VAEConfig, operations=nn, device=None, dtype=None):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.config = config
+        self.encoder = Encoder(config, operations, **factory)
+        self.quant_conv = operations.Conv2d(2 * config.z_dim, 2 * config.z_dim, 1, **factory)
+        self.post_quant_conv = operations.Conv2d(config.z_dim, config.z_dim, 1, **factory)
+        self.decoder = Decoder(config, operations, **factory)
+
+    def moments(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and log-variance of the latents' distribution, each (batch, 64, height / 16, width / 16)."""
+        ratio = self.config.spatial_ratio
+        if pixels.ndim != 4 or pixels.shape[1] != self.config.in_channels or pixels.shape[2] % ratio or pixels.shape[3] % ratio:
+            raise Qwen21Error(
+                f"the VAE was given pixels of shape {tuple(pixels.shape)}, expected (batch, {self.config.in_channels}, height, width) with sides that "
+                f"are multiples of {ratio}: resize or pad the picture"
+            )
+        return self.quant_conv(self.encoder(pixels)).chunk(2, dim=1)
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents (batch, 64, height / 16, width / 16) of `pixels` (batch, 4, height, width) in [-1, 1]: the mode, NOT normalised."""
+        return self.moments(pixels)[0]
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels (batch, 4, 16 rows, 16 columns) in [-1, 1] of `latents` (batch, 64, rows, columns) that are NOT normalised."""
+        if latents.ndim != 4 or latents.shape[1] != self.config.z_dim:
+            raise Qwen21Error(f"the VAE was given latents of shape {tuple(latents.shape)}, expected (batch, {self.config.z_dim}, rows, columns): they come from another model")
+        return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
+
+    def normalize(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as `encode` gives them, to what the denoiser works on."""
+        mean, std = self._statistics(latents)
+        return (latents - mean) / std
+
+    def denormalize(self, latents: torch.Tensor) -> torch.Tensor:
+        """The inverse of `normalize`."""
+        mean, std = self._statistics(latents)
+        return latents * std + mean
+
+    def _statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(like.new_tensor(values)[:, None, None] for values in (self.config.latents_mean, self.config.latents_std))
