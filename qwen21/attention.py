@@ -4,7 +4,7 @@
 mask, a run of text a causal one aligned to the bottom right. Every tensor is (batch, heads, tokens, head_dim).
 """
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F

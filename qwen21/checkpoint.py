@@ -4,9 +4,9 @@ Modules are built with parameters on the meta device and receive each tensor str
 target dtype: nothing is initialised first and no second copy is held. Only safetensors are read.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Iterator
 
 import torch
 from safetensors import SafetensorError, safe_open

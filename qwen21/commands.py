@@ -5,9 +5,9 @@ import os
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Iterable
 
 import torch
 from PIL import Image

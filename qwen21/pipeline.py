@@ -2,10 +2,9 @@
 
 import gc
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 from PIL import Image

@@ -1,6 +1,6 @@
 """Rotary position embedding over three axes (frame, row, column), interleaved pairs, computed in fp32."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 

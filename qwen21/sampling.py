@@ -1,6 +1,6 @@
 """From noise to latents: Euler steps along the flow, with classifier-free guidance between two prefixes."""
 
-from typing import Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 

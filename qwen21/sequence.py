@@ -6,8 +6,8 @@
 A picture block is bidirectional inside and sees everything before it; text is causal. Two adjacent pictures stay two blocks.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Sequence
 
 import torch
 

@@ -6,8 +6,8 @@ positions and the bookkeeping, so that 4.57 and 5.x behave alike.
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from PIL import Image

@@ -5,8 +5,9 @@ values once, `denoise` runs the target's tokens against them, once a step. Param
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
