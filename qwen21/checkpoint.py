@@ -12,14 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import nn
+from transformers import Qwen3VLConfig
 
 from .config import ModelIndex, ScheduleConfig, TransformerConfig, VAEConfig, read_json
 from .errors import Qwen21Error
 from .text_encoder import PictureProcessor, Qwen3VLModel, TextEncoder
 from .transformer import QwenImage21Transformer
 from .vae import QwenImage21VAE
-
-SAME_NAME = str  # a renaming that changes nothing
 
 
 class Checkpoint:
@@ -43,25 +42,57 @@ class Checkpoint:
         """The denoiser, in eval mode without gradients."""
         with meta_parameters():
             model = QwenImage21Transformer(self.transformer_config)
-        return load_weights(model, self.folder / "transformer", device, dtype)
+        return self._fill(model, "transformer", device, dtype)
 
     def vae(self, device: torch.device, dtype: torch.dtype) -> QwenImage21VAE:
-        """The autoencoder. Conv3d weights of temporal size 1 lose that axis; the unused `time_conv` weights are not read."""
+        """The autoencoder, in eval mode without gradients."""
         with meta_parameters():
             model = QwenImage21VAE(self.vae_config)
-        return load_weights(model, self.folder / "vae", device, dtype, lambda name: None if ".time_conv." in name else name, squeeze=True)
+        return self._fill(model, "vae", device, dtype)
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
         """Qwen3-VL without its language head, with tokenizer and picture processor."""
-        from transformers import Qwen3VLConfig
+        with meta_parameters():
+            model = Qwen3VLModel(self.encoder_config())
+        encoder = TextEncoder(model, self.tokenizer(), self.picture_processor(), device, dtype)
+        self._fill(model, "text_encoder", device, dtype)
+        return encoder
 
+    def weights(self, part: str, module: nn.Module, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """`read_weights` of one part ("transformer", "vae" or "text_encoder") with what is special about its files: of the VAE, Conv3d
+        weights of temporal size 1 lose that axis and the unused `time_conv` is skipped; of the encoder, head and final norm are."""
+        return read_weights(module, self.folder / part, device, _RENAME.get(part, str), squeeze=part == "vae")
+
+    def encoder_config(self) -> Qwen3VLConfig:
+        """transformers' config of the text encoder, with PyTorch's own attention."""
         config = Qwen3VLConfig.from_dict(_both_rope_spellings(self._encoder_config))
         config._attn_implementation = "sdpa"
-        with meta_parameters():
-            model = Qwen3VLModel(config)
-        encoder = TextEncoder(model, self._tokenizer(), PictureProcessor.from_pretrained(self.folder / "processor", local_files_only=True))
-        load_weights(model, self.folder / "text_encoder", device, dtype, _encoder_name)
-        return encoder
+        return config
+
+    def picture_processor(self) -> PictureProcessor:
+        """What turns pictures into the vision tower's patches."""
+        return PictureProcessor.from_pretrained(self.folder / "processor", local_files_only=True)
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        folder = self.folder / "processor"
+        if (folder / "tokenizer.json").is_file():
+            try:
+                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the tokenizers package raises plain Exception
+                raise Qwen21Error(f"{folder / 'tokenizer.json'} cannot be read ({error}): download the file again") from None
+        if (folder / "vocab.json").is_file():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+        raise Qwen21Error(f"{folder / 'tokenizer.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
+
+    def _fill(self, module: nn.Module, part: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Give `module`, built under `meta_parameters`, its weights on `device`."""
+        for name, tensor in self.weights(part, module, device):
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor.to(device, dtype), requires_grad=False))
+        return module.to(device).eval()  # .to: buffers; the parameters are there
 
     def _config(self, name: str) -> tuple[dict, str]:
         path = self.folder / name
@@ -79,19 +110,6 @@ class Checkpoint:
                 f"{self.folder}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser takes {self.transformer_config.in_channels}: "
                 "the two come from different checkpoints"
             )
-
-    def _tokenizer(self) -> Tokenizer:
-        folder = self.folder / "processor"
-        if (folder / "tokenizer.json").is_file():
-            try:
-                return Tokenizer.from_file(str(folder / "tokenizer.json"))
-            except Exception as error:  # the tokenizers package raises plain Exception
-                raise Qwen21Error(f"{folder / 'tokenizer.json'} cannot be read ({error}): download the file again") from None
-        if (folder / "vocab.json").is_file():
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-        raise Qwen21Error(f"{folder / 'tokenizer.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
 
 
 @contextmanager
@@ -137,15 +155,14 @@ def open_safetensors(path: Path, device: torch.device | str = "cpu"):
         raise Qwen21Error(f"{path} is damaged or truncated ({error}): download it again") from None
 
 
-def load_weights(
+def read_weights(
     module: nn.Module,
     folder: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    rename: Callable[[str], str | None] = SAME_NAME,
+    device: torch.device | str = "cpu",
+    rename: Callable[[str], str | None] = str,
     squeeze: bool = False,
-) -> nn.Module:
-    """Fill `module`, built under `meta_parameters`, from the safetensors in `folder` and return it on `device`, in eval mode.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in `module`, tensor in the file's dtype) for every parameter of `module`, read from the safetensors in `folder` one by one.
 
     `rename` maps a tensor's name in the file to the module's (None: not used). With `squeeze`, axes of size 1 may differ.
     Raises Qwen21Error that names the tensor if one is missing, unknown, or of another shape.
@@ -168,15 +185,9 @@ def load_weights(
                 found, expected = tuple(file.get_slice(name).get_shape()), tuple(waiting.pop(target).shape)
                 if found != expected and not (squeeze and _without_ones(found) == _without_ones(expected)):
                     raise Qwen21Error(f"{path}: tensor {name} has shape {found}, the config asks for {expected}: weights and config.json come from different models")
-                _assign(module, target, file.get_tensor(name).to(device, dtype).reshape(expected))
+                yield target, file.get_tensor(name).reshape(expected)
     if waiting:
         raise Qwen21Error(f"{folder} lacks {len(waiting)} tensors, the first is {min(waiting)}: download the folder again")
-    return module.to(device).eval()  # .to: buffers; the parameters are there
-
-
-def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,3 +208,10 @@ def _both_rope_spellings(config: dict) -> dict:
         text.setdefault("rope_theta", rope["rope_theta"])
         text.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
     return config | {"text_config": text}
+
+
+def _vae_name(name: str) -> str | None:
+    return None if ".time_conv." in name else name
+
+
+_RENAME = {"vae": _vae_name, "text_encoder": _encoder_name}

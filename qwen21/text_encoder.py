@@ -61,10 +61,18 @@ class VisionFeatures:
 
 
 class TextEncoder:
-    """`model` is a transformers Qwen3VLModel, `tokenizer` a tokenizers.Tokenizer, `picture_processor` a Qwen2-VL picture processor."""
+    """Runs a transformers Qwen3VLModel on `device`, computing in `dtype`, over what its tokenizer and picture processor prepare."""
 
-    def __init__(self, model: Qwen3VLModel, tokenizer: Tokenizer, picture_processor: PictureProcessor):
+    def __init__(
+        self,
+        model: Qwen3VLModel,
+        tokenizer: Tokenizer,
+        picture_processor: PictureProcessor,
+        device: torch.device = torch.device("cpu"),
+        dtype: torch.dtype = torch.float32,
+    ):
         self.model, self.tokenizer, self.picture_processor = model, tokenizer, picture_processor
+        self.device, self.dtype = device, dtype
         model.language_model.norm = nn.Identity()  # the states are wanted before it
         self.image_token = tokenizer.token_to_id("<|image_pad|>")
         self.turn_token = tokenizer.token_to_id("<|im_start|>")
@@ -97,9 +105,7 @@ class TextEncoder:
             prepared = self.picture_processor(images=[flatten(picture)], do_resize=not inside, return_tensors="pt")
             patches.append(prepared["pixel_values"])
             patch_grids.append(prepared["image_grid_thw"])
-        tower = self.model.visual
-        weight = tower.patch_embed.proj.weight
-        out = tower(torch.cat(patches).to(weight.device, weight.dtype), grid_thw=torch.cat(patch_grids).to(weight.device))
+        out = self.model.visual(torch.cat(patches).to(self.device, self.dtype), grid_thw=torch.cat(patch_grids).to(self.device))
         tokens, deepstack = out if isinstance(out, tuple) else (out.pooler_output, out.deepstack_features)
         merge = self.picture_processor.merge_size
         return VisionFeatures(tokens, list(deepstack), [(int(rows) // merge, int(columns) // merge) for _, rows, columns in torch.cat(patch_grids)])
@@ -116,16 +122,15 @@ class TextEncoder:
     def _run(self, ids: list[int], common: int, features: VisionFeatures | None, cache: DynamicCache) -> torch.Tensor:
         """Hidden states (1, len(ids) - common, hidden) of `ids[common:]`, `cache` holding the keys and values of the rest."""
         language = self.model.language_model
-        device = language.embed_tokens.weight.device
-        new = torch.tensor([ids[common:]], device=device)
-        embeds = language.embed_tokens(new)
+        new = torch.tensor([ids[common:]], device=self.device)
+        embeds = language.embed_tokens(new).to(self.dtype)
         vision = {}
         is_picture = new == self.image_token
         if is_picture.any():
             # References come before the instruction, so prompts over the same pictures differ only behind them: all are new, or none.
-            embeds = embeds.masked_scatter(is_picture[..., None], features.tokens.to(embeds.dtype))
+            embeds = embeds.masked_scatter(is_picture[..., None], features.tokens.to(self.dtype))
             vision = {"visual_pos_masks": is_picture, "deepstack_visual_embeds": features.deepstack}
-        position_ids = self._positions(ids, features.grids if features else [])[:, None, common:].to(device)
+        position_ids = self._positions(ids, features.grids if features else [])[:, None, common:].to(self.device)
         out = language(inputs_embeds=embeds, position_ids=position_ids, use_cache=True, **{self._cache_argument: cache}, **vision)
         return out.last_hidden_state
 

@@ -167,14 +167,13 @@ class FinalNorm(nn.Module):
 class QwenImage21Transformer(nn.Module):
     """The denoiser of Qwen-Image 2.1.
 
-    `operations` supplies Linear, LayerNorm and RMSNorm (torch.nn, or a host's own for quantised and offloaded weights); `attention`
-    computes unmasked attention on (batch, heads, tokens, head_dim).
+    `operations` supplies Linear, LayerNorm and RMSNorm: torch.nn, or a host's own for quantised and offloaded weights.
     """
 
-    def __init__(self, config: TransformerConfig, operations=nn, attention: Attention = full_attention, device=None, dtype=None):
+    def __init__(self, config: TransformerConfig, operations=nn, device=None, dtype=None):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
-        self.config, self.attention = config, attention
+        self.config = config
         self.img_in = operations.Linear(config.in_channels, config.dim, bias=False, **factory)
         self.txt_in = TextProjection(config, operations, **factory)
         self.time_text_embed = TimeEmbedding(config.dim, operations, **factory)
@@ -189,12 +188,14 @@ class QwenImage21Transformer(nn.Module):
         image_slots: Sequence[int] = (),
         reference_latents: Sequence[torch.Tensor] = (),
         past: PrefixKV | None = None,
+        attention: Attention = full_attention,
     ) -> PrefixKV:
         """Keys and values of text and references, which no step changes.
 
         `context` (1, text tokens, context_in_dim): the encoder's states without vision tokens, in the dtype to compute in.
         `reference_latents[i]` (1, 64, rows, columns), normalised, is spliced in before text token `image_slots[i]`.
         With `past`, these tokens continue that prefix, slots counting from the first token of `context`; the result holds both.
+        `attention` computes the calls that need no mask, on (batch, heads, tokens, head_dim).
         Raises Qwen21Error when shapes, slots and pictures do not belong together.
         """
         segments = self._prefix_segments(context, image_slots, reference_latents)
@@ -215,17 +216,17 @@ class QwenImage21Transformer(nn.Module):
             return k, v
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return prefix_attention(q, *store(k, v), segments, past_tokens, self.attention)
+            return prefix_attention(q, *store(k, v), segments, past_tokens, attention)
 
         for block in self.transformer_blocks[:-1]:
             x = block(x, modulation, rotary, attend)
         store(*self.transformer_blocks[-1].keys_values(x, modulation, rotary))  # nothing reads what the last block would make of the prefix
         return PrefixKV(tuple(layers), start + sum(segment.advance for segment in segments))
 
-    def denoise(self, target: torch.Tensor, sigma: float | torch.Tensor, prefix: PrefixKV) -> torch.Tensor:
+    def denoise(self, target: torch.Tensor, sigma: float | torch.Tensor, prefix: PrefixKV, attention: Attention = full_attention) -> torch.Tensor:
         """The flow-matching velocity of `target` (batch, 64, rows, columns), normalised latents in the dtype to compute in; same shape.
 
-        `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`.
+        `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`, through unmasked `attention`.
         """
         self._check_latents("the target", target)
         batch, _, rows, columns = target.shape
@@ -239,7 +240,7 @@ class QwenImage21Transformer(nn.Module):
 
             def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_k=prefix_k, prefix_v=prefix_v) -> torch.Tensor:
                 k, v = (torch.cat([old.expand(batch, -1, -1, -1), new], dim=2) for old, new in ((prefix_k, k), (prefix_v, v)))
-                return self.attention(q, k, v)
+                return attention(q, k, v)
 
             x = block(x, modulation, rotary, attend)
         velocity = self.proj_out(self.norm_out(x, time))
