@@ -1,10 +1,12 @@
 """python -m qwen21: paint and edit pictures from a shell.
 
-Exit codes: 0 done, 1 it failed, 2 the request was wrong, 130 interrupted. Errors are one line on stderr.
+Exit codes: 0 done, 1 it failed, 2 the request was wrong, 130 interrupted, 143 terminated. Errors are one line on stderr.
 """
 
 import argparse
+import signal
 import sys
+import traceback
 from typing import NoReturn
 
 from .errors import Qwen21Error, UsageError
@@ -57,13 +59,27 @@ def main(arguments: list[str] | None = None) -> int:
             from .commands import make_random as command
         command(options)
         return 0
-    except (Qwen21Error, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if options.debug:
-            raise
-        interrupted = isinstance(error, KeyboardInterrupt)
-        print("interrupted: nothing was left half-written" if interrupted else f"error: {error}", file=sys.stderr)
-        return 130 if interrupted else 2 if isinstance(error, UsageError) else 1
+            traceback.print_exc()
+        message, code = _failure(error)
+        print(" ".join(message.splitlines()), file=sys.stderr)
+        return code
+
+
+def _failure(error: BaseException) -> tuple[str, int]:
+    """What to say of `error`, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted: nothing was left half-written", 130
+    if isinstance(error, Qwen21Error):
+        return f"error: {error}", 2 if isinstance(error, UsageError) else 1
+    return f"error: {''.join(traceback.format_exception_only(error)).strip()} (not foreseen here: --debug shows where it came from)", 1
+
+
+def _terminate(*_: object) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)  # unwinds, so that a file that is being written is removed
     sys.exit(main())

@@ -1,11 +1,13 @@
 """What the commands of `python -m qwen21` do once their options are parsed."""
 
 import json
-import os
+import stat
 import sys
 import tempfile
+import uuid
 from argparse import Namespace
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from tqdm import tqdm
 from .checkpoint import Checkpoint
 from .errors import Qwen21Error, UsageError
 from .pictures import open_rgba
-from .pipeline import Pipeline, Report, Request
+from .pipeline import Pipeline, Report, Request, notes
 from .random_model import make_random as make_random_checkpoint
 
 SEEDS = 2**64  # torch's generators take seeds below this
+MAX_BATCH = 10000
 
 
 def generate(options: Namespace) -> None:
@@ -40,10 +43,14 @@ def generate(options: Namespace) -> None:
     )
     device = _device(options.device)
     dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    pipeline = Pipeline(Checkpoint(options.model), device, dtype, _progress_bar)
+    checkpoint = Checkpoint(options.model)
+    for note in notes(request, checkpoint.index.native_resolution):
+        print(f"note: {note}", file=sys.stderr)
     report = Report()
-    for (seed, path), picture in zip(outputs.items(), pipeline.generate(request, list(outputs), report)):
-        _write_png(path, picture, _settings(options, seed, report, dtype))
+    with ExitStack() as bars:  # closes a bar that an error cuts short, so that the message gets a line of its own
+        pipeline = Pipeline(checkpoint, device, dtype, lambda steps: bars.enter_context(_progress_bar(steps)))
+        for (seed, path), picture in zip(outputs.items(), pipeline.generate(request, list(outputs), report)):
+            _write_png(path, picture, _settings(options, seed, report, dtype))
     if options.json:
         print(json.dumps({"outputs": [str(path) for path in outputs.values()], **_summary(report, device)}))
 
@@ -58,17 +65,29 @@ def _outputs(options: Namespace) -> dict[int, Path]:
     output = Path(options.output)
     if output.suffix.lower() != ".png":
         raise UsageError(f"the output {output} does not end in .png, the only format written here: it keeps transparency and the prompt")
-    if options.batch < 1:
-        raise UsageError(f"batch is {options.batch}, expected at least 1")
+    if not 1 <= options.batch <= MAX_BATCH:
+        raise UsageError(f"batch is {options.batch}, expected 1 to {MAX_BATCH}")
     if not 0 <= options.seed <= SEEDS - options.batch:
         raise UsageError(f"seed is {options.seed}, expected 0 to {SEEDS - options.batch}")
     if not output.parent.is_dir():
         raise Qwen21Error(f"the output folder {output.parent} does not exist: create it first")
-    if output.is_dir():
-        raise Qwen21Error(f"the output {output} is a folder: name a file")
-    if options.batch == 1:
-        return {options.seed: output}
-    return {seed: output.with_stem(f"{output.stem}-{seed}") for seed in range(options.seed, options.seed + options.batch)}
+    seeds = range(options.seed, options.seed + options.batch)
+    outputs = {seed: output.with_stem(f"{output.stem}-{seed}") if options.batch > 1 else output for seed in seeds}
+    for path in outputs.values():
+        _check_writable(path)
+    return outputs
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before the work, not after it, that `path` cannot be written."""
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise Qwen21Error(f"the output {path} is a folder: name a file")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
 
 
 def _device(name: str) -> torch.device:
@@ -80,7 +99,7 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _progress_bar(steps: Iterable[int]) -> Iterable[int]:
+def _progress_bar(steps: Iterable[int]) -> tqdm:
     return tqdm(steps, desc="painting", unit="step", file=sys.stderr)
 
 
@@ -107,25 +126,21 @@ def _write_png(path: Path, picture: Image.Image, settings: dict) -> None:
     chunks = PngInfo()
     chunks.add_itxt("prompt", settings["prompt"])
     chunks.add_text("seed", str(settings["seed"]))
-    chunks.add_itxt("settings", json.dumps(settings, ensure_ascii=False))
+    chunks.add_text("settings", json.dumps(settings))
+    temporary = path.with_name(f".qwen21-{uuid.uuid4().hex}.png")
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".png")
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                picture.save(file, "PNG", pnginfo=chunks)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
+            picture.save(temporary, "PNG", pnginfo=chunks)
+            temporary.replace(path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise Qwen21Error(f"{path} cannot be written ({error.strerror or error}): check the folder's permissions and free space") from None
+        raise _unwritable(path, error) from None
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _unwritable(path: Path, error: OSError) -> Qwen21Error:
+    return Qwen21Error(f"{path} cannot be written ({error.strerror or error}): check the name, the folder's permissions and the free space")
 
 
 def _summary(report: Report, device: torch.device) -> dict:

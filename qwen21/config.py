@@ -4,9 +4,11 @@ Defaults are the published model's. A key this code does not act on is ignored; 
 """
 
 import json
+import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from .errors import Qwen21Error
 
@@ -17,7 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Qwen21Error(f"{path} is missing: expected a Qwen-Image 2.1 checkpoint folder in the diffusers layout") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Qwen21Error(f"{path} cannot be read as JSON ({error}): download the file again") from None
     if not isinstance(value, dict):
         raise Qwen21Error(f"{path} holds a JSON {type(value).__name__}, expected an object: download the file again")
@@ -25,19 +27,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _known(cls, values: dict[str, Any], source: str):
-    """Build `cls` from those of `values` that it has a field for. Lists become tuples; types must match the defaults'."""
+    """Build `cls` from those of `values` that it has a field for. Lists become tuples; every number must be finite, every int at least 1."""
     chosen = {}
     for field in fields(cls):
-        if field.name not in values:
-            continue
-        value, default = values[field.name], field.default
-        value = tuple(value) if isinstance(value, list) else value
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        fits = number if isinstance(default, (int, float)) and not isinstance(default, bool) else isinstance(value, type(default))
-        if default is not None and not fits:
-            raise Qwen21Error(f"{source}: `{field.name}` is {value!r}, expected a value like {default!r}: this is not a Qwen-Image 2.1 config")
-        chosen[field.name] = value
+        if field.name in values:
+            value = values[field.name]
+            try:
+                chosen[field.name] = _as(field.type, value)
+            except (TypeError, ValueError):
+                raise Qwen21Error(f"{source}: `{field.name}` is {value!r}, expected a value like {field.default!r}: this is not a Qwen-Image 2.1 config") from None
     return cls(**chosen)
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """`value` from JSON as `kind`: bool, int, float, or a tuple of one of them. Raises TypeError or ValueError if it is none."""
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(_as(get_args(kind)[0], item) for item in value)
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float):
+        raise TypeError
+    if not math.isfinite(value) or kind(value) != value or (kind is int and value < 1):
+        raise ValueError
+    return kind(value)
 
 
 def _require(source: str, values: dict[str, Any], **expected: Any) -> None:
@@ -69,11 +81,14 @@ class TransformerConfig:
     def from_dict(cls, values: dict[str, Any], source: str = "transformer config") -> "TransformerConfig":
         _require(source, values, _class_name="QwenImage21Transformer2DModel", patch_size=1, causal_condition=True)
         config = _known(cls, values, source)
-        if len(config.axes_dims_rope) != 3 or sum(config.axes_dims_rope) != config.attention_head_dim:
+        axes = config.axes_dims_rope
+        if len(axes) != 3 or any(dim % 2 for dim in axes) or sum(axes) != config.attention_head_dim:
             raise Qwen21Error(
-                f"{source}: `axes_dims_rope` {list(config.axes_dims_rope)} must be three numbers that add up to "
+                f"{source}: `axes_dims_rope` {list(axes)} must be three even numbers that add up to "
                 f"`attention_head_dim` {config.attention_head_dim}: the config is damaged"
             )
+        if config.out_channels != config.in_channels:
+            raise Qwen21Error(f"{source}: `out_channels` is {config.out_channels}, expected {config.in_channels} as `in_channels`: the config is damaged")
         return config
 
 
@@ -100,7 +115,7 @@ class VAEConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "VAE config") -> "VAEConfig":
         if values.get("decoder_base_dim", 0) is None:
-            values = values | {"decoder_base_dim": values["base_dim"]}
+            values = values | {"decoder_base_dim": values.get("base_dim")}
         if values.get("z_dim", 64) != 64:
             raise Qwen21Error(f"{source}: `z_dim` is {values['z_dim']}, Qwen-Image 2.1 has a 64-channel VAE: take the vae folder of a Qwen-Image 2.1 checkpoint")
         _require(source, values, _class_name="AutoencoderKLQwenImage21", in_channels=4, out_channels=4, is_residual=True, patch_size=None, attn_scales=[])
@@ -108,8 +123,12 @@ class VAEConfig:
         for key in ("latents_mean", "latents_std"):
             if len(getattr(config, key)) != config.z_dim:
                 raise Qwen21Error(f"{source}: `{key}` has {len(getattr(config, key))} values, expected {config.z_dim}: the config is damaged")
-        if len(config.temperal_downsample) != len(config.dim_mult) - 1:
-            raise Qwen21Error(f"{source}: `temperal_downsample` has {len(config.temperal_downsample)} values, expected {len(config.dim_mult) - 1}: the config is damaged")
+        for key in ("dim_mult", "temperal_downsample"):
+            found, expected = len(getattr(config, key)), len(getattr(cls, key))
+            if found != expected:
+                raise Qwen21Error(f"{source}: `{key}` has {found} values, expected {expected} (the picture is 16 times the latents' size): this is another VAE")
+        if min(config.latents_std) <= 0:
+            raise Qwen21Error(f"{source}: `latents_std` holds {min(config.latents_std)}, expected numbers above 0: the config is damaged")
         return config
 
 
@@ -131,7 +150,14 @@ class ScheduleConfig:
             _require(source, values, **{key: False})
         if values.get("use_dynamic_shifting", True):
             _require(source, values, time_shift_type="exponential")
-        return _known(cls, {"shift_terminal": 0.0} | values | ({"shift_terminal": 0.0} if values.get("shift_terminal", 0) is None else {}), source)
+        config = _known(cls, {"shift_terminal": 0.0} | values | ({"shift_terminal": 0.0} if values.get("shift_terminal", 0) is None else {}), source)
+        if not 0 <= config.shift_terminal < 1:
+            raise Qwen21Error(f"{source}: `shift_terminal` is {config.shift_terminal}, expected at least 0 and less than 1: the config is damaged")
+        if config.shift <= 0:
+            raise Qwen21Error(f"{source}: `shift` is {config.shift}, expected more than 0: the config is damaged")
+        if config.base_image_seq_len == config.max_image_seq_len:
+            raise Qwen21Error(f"{source}: `base_image_seq_len` and `max_image_seq_len` are both {config.max_image_seq_len}, expected two sizes: the config is damaged")
+        return config
 
 
 @dataclass(frozen=True)
@@ -144,7 +170,10 @@ class ModelIndex:
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "model_index.json") -> "ModelIndex":
         _require(source, values, _class_name="QwenImage21Pipeline")
-        sigmas = values.get("sample_sigmas") or []
-        if not all(isinstance(s, (int, float)) and 0 < s <= 1 for s in sigmas) or list(sigmas) != sorted(sigmas, reverse=True):
-            raise Qwen21Error(f"{source}: `sample_sigmas` {sigmas} must fall from at most 1 towards 0: the file is damaged")
-        return _known(cls, values | {"sample_sigmas": list(sigmas)}, source)
+        config = _known(cls, values | {"sample_sigmas": values.get("sample_sigmas") or []}, source)
+        falling = (1.0, *config.sample_sigmas, 0.0)
+        if any(a < b for a, b in pairwise(falling)) or 0 in config.sample_sigmas:
+            raise Qwen21Error(f"{source}: `sample_sigmas` {list(config.sample_sigmas)} must fall from at most 1 towards 0: the file is damaged")
+        if config.native_resolution < 32:
+            raise Qwen21Error(f"{source}: `native_resolution` is {config.native_resolution}, expected at least 32 pixels: the file is damaged")
+        return config

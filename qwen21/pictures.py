@@ -1,6 +1,7 @@
 """Reference pictures: files to RGBA, and RGBA to the sizes and value ranges that the vision tower and the VAE read."""
 
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +12,24 @@ from .errors import Qwen21Error
 
 MULTIPLE = 32  # pixels: one vision token, two latent rows or columns
 MAX_REFERENCES = 10
-_TO_RGBA = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX"}  # modes Pillow turns into RGBA in one step
+_TO_RGBA = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX"}  # modes Pillow turns into RGBA in one step
 
 
 def open_rgba(path: str | Path) -> Image.Image:
-    """The picture in `path` as RGBA, rotated as its EXIF says. Of an animation, the first frame. Raises Qwen21Error if it cannot be read."""
+    """The picture in `path` as RGBA, rotated as its EXIF says. Of an animation, the first frame.
+
+    Raises Qwen21Error if it cannot be read or has more than twice `Image.MAX_IMAGE_PIXELS` (about 179 million) pixels.
+    """
     try:
-        with Image.open(path) as picture:
-            return to_rgba(ImageOps.exif_transpose(picture))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged metadata, and of large pictures that do open
+            with Image.open(path) as picture:
+                return to_rgba(ImageOps.exif_transpose(picture))
     except FileNotFoundError:
-        raise Qwen21Error(f"the picture {path} does not exist") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Qwen21Error(f"the picture {path} does not exist: check its name") from None
+    except MemoryError:
+        raise Qwen21Error(f"the picture {path} does not fit in memory: make it smaller") from None
+    except Exception as error:  # Pillow's decoders raise all kinds on damaged files
         raise Qwen21Error(f"the picture {path} cannot be read ({error}): give a PNG, JPEG, WebP or another format that Pillow opens") from None
 
 

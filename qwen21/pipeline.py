@@ -20,6 +20,9 @@ from .transformer import PrefixKV, QwenImage21Transformer
 
 SCHEDULES = ("auto", "dynamic", "turbo")
 KV_CACHES = ("run", "off")
+STAGES = ("load", "encode", "vae encode", "prefill", "steps", "decode")
+MAX_SIDE = 16384  # pixels, as in ComfyUI; the published model is made for about 2048
+MAX_STEPS = 10000
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class Request:
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("width", self.width), ("height", self.height), ("resolution", self.resolution)):
-            least = 1 if name == "steps" else MULTIPLE
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}, expected at least {least}")
+            least, most = (1, MAX_STEPS) if name == "steps" else (MULTIPLE, MAX_SIDE)
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{name} is {value}, expected {least} to {most}")
         if not 0 <= self.cfg < float("inf"):
             raise UsageError(f"cfg is {self.cfg}, expected a number that is not negative: 1 means no guidance")
         for prompt in self.prompts:
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise UsageError("the prompt holds bytes that are not text in UTF-8: type it again, or check the terminal's encoding")
             template(prompt, len(self.pictures))  # refuses vision tokens and too many pictures before anything is loaded
 
     @property
@@ -55,13 +60,13 @@ class Request:
 
 @dataclass
 class Report:
-    """What a run was and cost: sizes in pixels, counts of tokens, seconds a stage."""
+    """What a run was and cost: sizes in pixels, counts of tokens, seconds a stage (all of `STAGES`, 0 for what was not needed)."""
 
     width: int = 0
     height: int = 0
     steps: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     kv_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -77,6 +82,14 @@ def canvas(request: Request, native_resolution: int) -> tuple[int, int, list[str
         if sides[name] != side:
             notes.append(f"{name} {side} is not a multiple of {MULTIPLE}: painting {sides[name]}")
     return sides["width"], sides["height"], notes
+
+
+def notes(request: Request, native_resolution: int) -> list[str]:
+    """What a person should know about a request before it is painted, a sentence each."""
+    *_, said = canvas(request, native_resolution)
+    if request.negative and request.cfg == 1:
+        said.append("the negative prompt is not used at cfg 1: give a larger cfg")
+    return said
 
 
 def sigmas(request: Request, checkpoint: Checkpoint, target_tokens: int) -> torch.Tensor:
@@ -109,7 +122,8 @@ class Pipeline:
     def generate(self, request: Request, seeds: Sequence[int], report: Report) -> Iterator[Image.Image]:
         """An RGBA picture a seed, as each is ready; all share one encode and one prefill. Fills `report` on the way."""
         checkpoint = self.checkpoint
-        report.width, report.height, report.notes = canvas(request, checkpoint.index.native_resolution)
+        report.width, report.height, _ = canvas(request, checkpoint.index.native_resolution)
+        report.notes = notes(request, checkpoint.index.native_resolution)
         rows, columns = report.height // checkpoint.vae_config.spatial_ratio, report.width // checkpoint.vae_config.spatial_ratio
         schedule = sigmas(request, checkpoint, rows * columns)
         report.steps = len(schedule) - 1
@@ -121,6 +135,7 @@ class Pipeline:
             vae = checkpoint.vae(self.device, self.vae_dtype)
         with self._stage("vae encode", report):
             references = [vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype) for picture in pictures]
+            _check_finite("vae encode", *references)
         with self._stage("load", report):
             transformer = checkpoint.transformer(self.device, self.dtype)
         report.tokens = {
@@ -134,8 +149,11 @@ class Pipeline:
             with self._stage("steps", report):
                 noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
                 latents = euler(noise, schedule.to(self.device), velocity, self.progress)
+                _check_finite("steps", latents)
             with self._stage("decode", report):
-                picture = from_pixels(vae.decode(vae.denormalize(latents.to(self.vae_dtype))))
+                pixels = vae.decode(vae.denormalize(latents.to(self.vae_dtype)))
+                _check_finite("decode", pixels)
+                picture = from_pixels(pixels)
             yield picture
 
     def _encode(self, request: Request, pictures: Sequence[Image.Image], report: Report) -> list[Encoding]:
@@ -143,6 +161,7 @@ class Pipeline:
             encoder = self.checkpoint.text_encoder(self.device, self.dtype)
         with self._stage("encode", report):
             encodings = encoder.encode(request.prompts, pictures)
+            _check_finite("encode", *(encoding.states for encoding in encodings))
         del encoder
         gc.collect()  # transformers' modules refer to one another in circles
         return encodings
@@ -178,7 +197,17 @@ class Pipeline:
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
                 raise
             raise Qwen21Error(f"out of memory on {self.device} in the stage '{name}': {_REMEDY[name]}") from error
-        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - start
+        report.seconds[name] += time.perf_counter() - start
+
+
+def _check_finite(stage: str, *tensors: torch.Tensor) -> None:
+    """A picture of NaN would be written as plain black: say where it went wrong."""
+    for tensor in tensors:
+        if not tensor.isfinite().all():
+            raise Qwen21Error(
+                f"the stage '{stage}' gave numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}: "
+                "try --dtype float32 and a cfg near 1, and if that fails too download the checkpoint again"
+            )
 
 
 _SMALLER = "paint a smaller picture (--width, --height, --resolution) or use --dtype bfloat16"
