@@ -20,6 +20,8 @@ from .text_encoder import PictureProcessor, Qwen3VLModel, TextEncoder
 from .transformer import QwenImage21Transformer
 from .vae import QwenImage21VAE
 
+TEMPLATE_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
 
 class Checkpoint:
     """A Qwen-Image 2.1 folder: `model_index.json`, `transformer/`, `text_encoder/`, `vae/`, `scheduler/`, `processor/`.
@@ -30,7 +32,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise Qwen21Error(f"the model folder {folder} does not exist: give a Qwen-Image 2.1 folder in the diffusers layout")
+            raise Qwen21Error(f"the model {folder} is not a folder: give a Qwen-Image 2.1 folder in the diffusers layout")
         self.index = ModelIndex.from_dict(*self._config("model_index.json"))
         self.transformer_config = TransformerConfig.from_dict(*self._config("transformer/config.json"))
         self.vae_config = VAEConfig.from_dict(*self._config("vae/config.json"))
@@ -52,8 +54,9 @@ class Checkpoint:
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
         """Qwen3-VL without its language head, with tokenizer and picture processor."""
-        with meta_parameters():
-            model = Qwen3VLModel(self.encoder_config())
+        config = self.encoder_config()
+        with _explained(f"{self.folder / 'text_encoder/config.json'}"), meta_parameters():
+            model = Qwen3VLModel(config)
         encoder = TextEncoder(model, self.tokenizer(), self.picture_processor(), device, dtype)
         self._fill(model, "text_encoder", device, dtype)
         return encoder
@@ -65,27 +68,40 @@ class Checkpoint:
 
     def encoder_config(self) -> Qwen3VLConfig:
         """transformers' config of the text encoder, with PyTorch's own attention."""
-        config = Qwen3VLConfig.from_dict(_both_rope_spellings(self._encoder_config))
-        config._attn_implementation = "sdpa"
+        with _explained(f"{self.folder / 'text_encoder/config.json'}"):
+            config = Qwen3VLConfig.from_dict(_both_rope_spellings(self._encoder_config))
+            config._attn_implementation = "sdpa"
         return config
 
     def picture_processor(self) -> PictureProcessor:
-        """What turns pictures into the vision tower's patches."""
-        return PictureProcessor.from_pretrained(self.folder / "processor", local_files_only=True)
+        """What turns pictures into the vision tower's patches. Raises Qwen21Error if it is damaged or made for another tower."""
+        folder = self.folder / "processor"
+        if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+            raise Qwen21Error(f"{folder / 'preprocessor_config.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
+        with _explained(f"the picture processor in {folder}"):
+            processor = PictureProcessor.from_pretrained(folder, local_files_only=True)
+            smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
+            in_order = 0 < smallest <= largest
+        if not in_order:
+            raise Qwen21Error(f"the picture processor in {folder} takes pictures of {smallest} to {largest} pixels, expected a range: download it again")
+        for ours, theirs in (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"), ("merge_size", "spatial_merge_size")):
+            found, expected = getattr(processor, ours), self._encoder_config["vision_config"].get(theirs)
+            if found != expected:
+                raise Qwen21Error(f"the picture processor in {folder} has `{ours}` {found}, the text encoder {expected}: the two come from different checkpoints")
+        return processor
 
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer."""
+        """The checkpoint's tokenizer. Raises Qwen21Error if it is damaged, or not the one the text encoder was trained with."""
         folder = self.folder / "processor"
-        if (folder / "tokenizer.json").is_file():
-            try:
-                return Tokenizer.from_file(str(folder / "tokenizer.json"))
-            except Exception as error:  # the tokenizers package raises plain Exception
-                raise Qwen21Error(f"{folder / 'tokenizer.json'} cannot be read ({error}): download the file again") from None
-        if (folder / "vocab.json").is_file():
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-        raise Qwen21Error(f"{folder / 'tokenizer.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
+        with _explained(f"the tokenizer in {folder}"):
+            tokenizer = _read_tokenizer(folder)
+        for token in TEMPLATE_TOKENS:
+            if tokenizer.token_to_id(token) is None:
+                raise Qwen21Error(f"the tokenizer in {folder} lacks the token {token}: take the processor folder of a Qwen-Image 2.1 checkpoint")
+        known, words = tokenizer.get_vocab_size(with_added_tokens=True), self._encoder_config["text_config"].get("vocab_size")
+        if known > words:
+            raise Qwen21Error(f"the tokenizer in {folder} has {known} tokens, the text encoder {words}: the two come from different checkpoints")
+        return tokenizer
 
     def _fill(self, module: nn.Module, part: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Give `module`, built under `meta_parameters`, its weights on `device`."""
@@ -102,7 +118,13 @@ class Checkpoint:
         kind = self._encoder_config.get("model_type")
         if kind != "qwen3_vl":
             raise Qwen21Error(f"{source}: `model_type` is {kind!r}, expected 'qwen3_vl': take the text_encoder folder of a Qwen-Image 2.1 checkpoint")
-        width, wanted = self._encoder_config.get("text_config", {}).get("hidden_size"), self.transformer_config.context_in_dim
+        for key in ("text_config", "vision_config"):
+            if not isinstance(self._encoder_config.get(key), dict):
+                raise Qwen21Error(f"{source}: `{key}` is {self._encoder_config.get(key)!r}, expected an object: download the file again")
+        vocabulary = self._encoder_config["text_config"].get("vocab_size")
+        if not isinstance(vocabulary, int):
+            raise Qwen21Error(f"{source}: `vocab_size` is {vocabulary!r}, expected a number: download the file again")
+        width, wanted = self._encoder_config["text_config"].get("hidden_size"), self.transformer_config.context_in_dim
         if width != wanted:
             raise Qwen21Error(f"{source}: `hidden_size` is {width}, the denoiser expects a text encoder of width {wanted}: the two come from different checkpoints")
         if self.vae_config.z_dim != self.transformer_config.in_channels:
@@ -110,6 +132,31 @@ class Checkpoint:
                 f"{self.folder}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser takes {self.transformer_config.in_channels}: "
                 "the two come from different checkpoints"
             )
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if (folder / "vocab.json").is_file():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).backend_tokenizer
+    raise Qwen21Error(f"{folder / 'tokenizer.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever transformers and tokenizers raise inside on a damaged file, as a sentence about `what`."""
+    try:
+        yield
+    except Qwen21Error:
+        raise
+    except Exception as error:
+        raise Qwen21Error(f"{what} cannot be used ({_one_line(error)}): download it again") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 @contextmanager
@@ -130,8 +177,12 @@ def meta_parameters() -> Iterator[None]:
 def weight_files(folder: Path) -> dict[str, Path]:
     """Which file of `folder` holds which tensor: from a `*.safetensors.index.json`, or of the single safetensors file there."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indexes) > 1:
+        raise Qwen21Error(f"{folder} holds {len(indexes)} indexes ({', '.join(path.name for path in indexes)}), expected one: leave only the variant to use")
     if indexes:
-        names = read_json(indexes[0]).get("weight_map", {})
+        names = read_json(indexes[0]).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) and file.endswith(".safetensors") for file in names.values()):
+            raise Qwen21Error(f"{indexes[0]}: `weight_map` does not give a safetensors file for each tensor: download the file again")
         for file in sorted(set(names.values())):
             if not (folder / file).is_file():
                 raise Qwen21Error(f"{folder / file} is missing: {indexes[0].name} lists it, download it again")
@@ -152,7 +203,7 @@ def open_safetensors(path: Path, device: torch.device | str = "cpu"):
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise Qwen21Error(f"{path} is damaged or truncated ({error}): download it again") from None
+        raise Qwen21Error(f"{path} is damaged or truncated ({_one_line(error)}): download it again") from None
 
 
 def read_weights(
@@ -204,7 +255,7 @@ def _both_rope_spellings(config: dict) -> dict:
     """transformers 5 writes `rope_parameters`, 4.57 reads `rope_theta` and `rope_scaling`: give whichever is missing."""
     text = dict(config["text_config"])
     rope = text.get("rope_parameters")
-    if rope:
+    if isinstance(rope, dict) and "rope_theta" in rope:
         text.setdefault("rope_theta", rope["rope_theta"])
         text.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
     return config | {"text_config": text}
