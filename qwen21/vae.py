@@ -5,6 +5,8 @@ weights are never used for one frame, and of a temporal level's shortcut only th
 ChannelAverage and ChannelRepeat). Parameters carry the names of the published checkpoint.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -12,6 +14,35 @@ from torch import nn
 
 from .config import VAEConfig
 from .errors import Qwen21Error
+
+
+# How far a result of Decoder.up (in latent positions) and of Encoder.down (in pixels, rounded up to whole latents) can see. The
+# published depth: per level, two 3x3 convolutions a residual block, and one that changes the size.
+DECODER_HALO = 13
+ENCODER_HALO = 144
+
+
+def tiled(network: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tile: int | None, halo: int, scale: float) -> torch.Tensor:
+    """network(x) in tiles of `tile` x `tile` input positions, each computed with `halo` more on every side, which is cut off again.
+
+    Equal to the whole, without seams, when nothing in `network` sees further than `halo`. `scale` is output size by input size;
+    `tile` and `halo` times `scale` must be whole. None: no tiles.
+    """
+    if tile is None:
+        return network(x)
+    height, width = x.shape[2:]
+    out = None
+    for top in range(0, height, tile):
+        for left in range(0, width, tile):
+            bottom, right = min(top + tile, height), min(left + tile, width)
+            first_row, first_column = max(top - halo, 0), max(left - halo, 0)
+            piece = network(x[:, :, first_row : bottom + halo, first_column : right + halo])
+            if out is None:
+                out = piece.new_empty(*piece.shape[:2], int(height * scale), int(width * scale))
+            rows, columns = (slice(int(a * scale), int(b * scale)) for a, b in ((top, bottom), (left, right)))
+            row, column = int((top - first_row) * scale), int((left - first_column) * scale)
+            out[:, :, rows, columns] = piece[:, :, row : row + rows.stop - rows.start, column : column + columns.stop - columns.start]
+    return out
 
 
 class RMSNorm2d(nn.Module):
@@ -160,10 +191,15 @@ class Encoder(nn.Module):
         self.norm_out = RMSNorm2d(widths[-1], **factory)
         self.conv_out = operations.Conv2d(widths[-1], 2 * config.z_dim, 3, padding=1, **factory)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def down(self, x: torch.Tensor) -> torch.Tensor:
+        """Everything before the middle: what only looks at a neighbourhood."""
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        x = tiled(self.down, x, tile, ENCODER_HALO, 1 / 2 ** (len(self.down_blocks) - 1))
         return self.conv_out(F.silu(self.norm_out(self.mid_block(x))))
 
 
@@ -181,11 +217,14 @@ class Decoder(nn.Module):
         self.norm_out = RMSNorm2d(widths[-1], **factory)
         self.conv_out = operations.Conv2d(widths[-1], config.out_channels, 3, padding=1, **factory)
 
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        x = self.mid_block(self.conv_in(z))
+    def up(self, x: torch.Tensor) -> torch.Tensor:
+        """Everything after the middle: what only looks at a neighbourhood."""
         for block in self.up_blocks:
             x = block(x)
         return self.conv_out(F.silu(self.norm_out(x)))
+
+    def forward(self, z: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        return tiled(self.up, self.mid_block(self.conv_in(z)), tile, DECODER_HALO, 2 ** (len(self.up_blocks) - 1))
 
 
 class QwenImage21VAE(nn.Module):
@@ -200,7 +239,7 @@ class QwenImage21VAE(nn.Module):
         self.post_quant_conv = operations.Conv2d(config.z_dim, config.z_dim, 1, **factory)
         self.decoder = Decoder(config, operations, **factory)
 
-    def moments(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, pixels: torch.Tensor, tile: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and log-variance of the latents' distribution, each (batch, 64, height / 16, width / 16)."""
         ratio = self.config.spatial_ratio
         if pixels.ndim != 4 or pixels.shape[1] != self.config.in_channels or pixels.shape[2] % ratio or pixels.shape[3] % ratio:
@@ -208,17 +247,23 @@ class QwenImage21VAE(nn.Module):
                 f"the VAE was given pixels of shape {tuple(pixels.shape)}, expected (batch, {self.config.in_channels}, height, width) with sides that "
                 f"are multiples of {ratio}: resize or pad the picture"
             )
-        return self.quant_conv(self.encoder(pixels)).chunk(2, dim=1)
+        return self.quant_conv(self.encoder(pixels, tile)).chunk(2, dim=1)
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents (batch, 64, height / 16, width / 16) of `pixels` (batch, 4, height, width) in [-1, 1]: the mode, NOT normalised."""
-        return self.moments(pixels)[0]
+    def encode(self, pixels: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        """Latents (batch, 64, height / 16, width / 16) of `pixels` (batch, 4, height, width) in [-1, 1]: the mode, NOT normalised.
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pixels (batch, 4, 16 rows, 16 columns) in [-1, 1] of `latents` (batch, 64, rows, columns) that are NOT normalised."""
+        `tile` (pixels, a multiple of 16) takes less memory and more time for the same result.
+        """
+        return self.moments(pixels, tile)[0]
+
+    def decode(self, latents: torch.Tensor, tile: int | None = None) -> torch.Tensor:
+        """Pixels (batch, 4, 16 rows, 16 columns) in [-1, 1] of `latents` (batch, 64, rows, columns) that are NOT normalised.
+
+        `tile` (latent positions) takes less memory and more time for the same result.
+        """
         if latents.ndim != 4 or latents.shape[1] != self.config.z_dim:
             raise Qwen21Error(f"the VAE was given latents of shape {tuple(latents.shape)}, expected (batch, {self.config.z_dim}, rows, columns): they come from another model")
-        return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
+        return self.decoder(self.post_quant_conv(latents), tile).clamp(-1, 1)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as `encode` gives them, to what the denoiser works on."""
