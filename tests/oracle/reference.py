@@ -61,7 +61,7 @@ def levels(picture: Image.Image) -> np.ndarray:
     return np.asarray(picture.convert("RGBA")).astype(int)
 
 
-def paint_reference(pipeline: QwenImage21Pipeline, prompt: str, *, seed: int = 0, steps: int = 2, resolution: int = 96, **options) -> np.ndarray:
+def paint_reference(pipeline: QwenImage21Pipeline, prompt: str, *, seed: int = 0, steps: int = 4, resolution: int = 96, **options) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     return levels(pipeline(prompt, num_inference_steps=steps, output_resolution=resolution, generator=generator, **options).images[0])
 

@@ -1,5 +1,6 @@
 """Sigmas and timesteps equal the reference's to the bit."""
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -22,8 +23,6 @@ def reference_sigmas(folder, base, tokens):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_dynamic_sigmas(model_folder, checkpoint, tokens):
-    import numpy as np
-
     for steps in range(2, 51):
         ours = sigmas(Request("", steps=steps), checkpoint, tokens)
         assert torch.equal(ours, reference_sigmas(model_folder, np.linspace(1.0, 1 / steps, steps), tokens)), steps

@@ -7,8 +7,10 @@ from oracle.reference import paint_reference
 PROMPT = "a cat on a mat"
 
 
-def mean_change(a: np.ndarray, b: np.ndarray) -> float:
-    return np.abs(a - b).mean()
+def moved(a: np.ndarray, b: np.ndarray) -> bool:
+    """Tens of grey levels somewhere and several everywhere, where comparisons allow one."""
+    change = np.abs(a - b)
+    return change.max() >= 30 and change.mean() >= 4
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +29,29 @@ def edited(reference, pictures):
 
 
 def test_one_letter_of_the_prompt(reference, plain):
-    assert mean_change(plain, paint_reference(reference, "a cat on a mad")) > 10
+    assert moved(plain, paint_reference(reference, "a cat on a mad"))
 
 
 def test_the_seed(reference, plain):
-    assert mean_change(plain, paint_reference(reference, PROMPT, seed=1)) > 10
+    assert moved(plain, paint_reference(reference, PROMPT, seed=1))
 
 
 def test_one_letter_of_the_negative_prompt(reference):
     dull, dusk = (paint_reference(reference, PROMPT, negative_prompt=negative, true_cfg_scale=3.0) for negative in ("dull", "dusk"))
-    assert mean_change(dull, dusk) > 10
+    assert moved(dull, dusk)
 
 
 def test_one_letter_of_the_prompt_beside_references(reference, pictures, edited):
-    assert mean_change(edited, paint_reference(reference, "a cat on a mad", image=pictures, width=96, height=96)) > 10
+    assert moved(edited, paint_reference(reference, "a cat on a mad", image=pictures, width=96, height=96))
 
 
 def test_the_order_of_references(reference, pictures, edited):
-    assert mean_change(edited, paint_reference(reference, PROMPT, image=pictures[::-1], width=96, height=96)) > 10
+    assert moved(edited, paint_reference(reference, PROMPT, image=pictures[::-1], width=96, height=96))
 
 
 def test_one_reference(reference, pictures, edited, smooth_picture):
     other = [smooth_picture(90, 60, seed=3), pictures[1]]
-    assert mean_change(edited, paint_reference(reference, PROMPT, image=other, width=96, height=96)) > 10
+    assert moved(edited, paint_reference(reference, PROMPT, image=other, width=96, height=96))
 
 
 def test_but_not_to_the_references_own_cache(reference, pictures, edited):
