@@ -8,9 +8,13 @@ from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
 from oracle.reference import reference_velocity
 
 from qwen21.checkpoint import Checkpoint
-from qwen21.pipeline import Request, sigmas
+from qwen21.schedule import sigmas
 
 TOKENS = [4, 36, 256, 45 * 66, 64 * 64, 128 * 128, 150 * 112]
+
+
+def our_sigmas(checkpoint, steps, tokens):
+    return sigmas("auto", steps, tokens, checkpoint.schedule, checkpoint.index.sample_sigmas)
 
 
 def reference_sigmas(folder, base, tokens):
@@ -24,25 +28,25 @@ def reference_sigmas(folder, base, tokens):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_dynamic_sigmas(model_folder, checkpoint, tokens):
     for steps in range(2, 51):
-        ours = sigmas(Request("", steps=steps), checkpoint, tokens)
+        ours = our_sigmas(checkpoint, steps, tokens)
         assert torch.equal(ours, reference_sigmas(model_folder, np.linspace(1.0, 1 / steps, steps), tokens)), steps
 
 
 def test_forty_steps_unless_told(checkpoint):
-    assert torch.equal(sigmas(Request(""), checkpoint, 4096), sigmas(Request("", steps=40), checkpoint, 4096))
+    assert torch.equal(our_sigmas(checkpoint, None, 4096), our_sigmas(checkpoint, 40, 4096))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_turbo_sigmas(turbo_folder, tokens):
     checkpoint = Checkpoint(turbo_folder)
-    ours = sigmas(Request(""), checkpoint, tokens)
+    ours = our_sigmas(checkpoint, None, tokens)
     assert torch.equal(ours, reference_sigmas(turbo_folder, list(checkpoint.index.sample_sigmas), tokens))
     assert len(ours) == 9
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_one_step_goes_from_one_to_zero(checkpoint, tokens):
-    assert sigmas(Request("", steps=1), checkpoint, tokens).tolist() == [1.0, 0.0]
+    assert our_sigmas(checkpoint, 1, tokens).tolist() == [1.0, 0.0]
 
 
 def test_bfloat16_timesteps_are_rounded_twice_as_in_the_reference(checkpoint, reference):
@@ -55,7 +59,7 @@ def test_bfloat16_timesteps_are_rounded_twice_as_in_the_reference(checkpoint, re
     context, target = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 64, 2, 2, dtype=torch.bfloat16)
     prefix = ours.prefill(context)
     seen[ours].clear()  # the prefix's own t = 0
-    schedule = sigmas(Request(""), checkpoint, 4096)[:-1]
+    schedule = our_sigmas(checkpoint, None, 4096)[:-1]
     for sigma in schedule:
         ours.denoise(target, sigma, prefix)
         reference_velocity(theirs, context, [], [], target, sigma.item())
