@@ -76,16 +76,19 @@ class Checkpoint:
     def picture_processor(self) -> PictureProcessor:
         """What turns pictures into the vision tower's patches. Raises Qwen21Error if it is damaged or made for another tower."""
         folder = self.folder / "processor"
-        if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        one_of = [path for path in (folder / "processor_config.json", folder / "preprocessor_config.json") if path.is_file()]
+        if not one_of:
             raise Qwen21Error(f"{folder / 'preprocessor_config.json'} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
+        for path in one_of:
+            read_json(path)
         with _explained(f"the picture processor in {folder}"):
             processor = PictureProcessor.from_pretrained(folder, local_files_only=True)
             smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
-            in_order = 0 < smallest <= largest
-        if not in_order:
-            raise Qwen21Error(f"the picture processor in {folder} takes pictures of {smallest} to {largest} pixels, expected a range: download it again")
+        if not isinstance(smallest, int) or not isinstance(largest, int) or not 0 < smallest <= largest:
+            raise Qwen21Error(f"the picture processor in {folder} has a `size` of {smallest} to {largest} pixels, expected a range: download it again")
+        tower = self.encoder_config().vision_config
         for ours, theirs in (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"), ("merge_size", "spatial_merge_size")):
-            found, expected = getattr(processor, ours), self._encoder_config["vision_config"].get(theirs)
+            found, expected = getattr(processor, ours), getattr(tower, theirs)
             if found != expected:
                 raise Qwen21Error(f"the picture processor in {folder} has `{ours}` {found}, the text encoder {expected}: the two come from different checkpoints")
         return processor
@@ -98,7 +101,7 @@ class Checkpoint:
         for token in TEMPLATE_TOKENS:
             if tokenizer.token_to_id(token) is None:
                 raise Qwen21Error(f"the tokenizer in {folder} lacks the token {token}: take the processor folder of a Qwen-Image 2.1 checkpoint")
-        known, words = tokenizer.get_vocab_size(with_added_tokens=True), self._encoder_config["text_config"].get("vocab_size")
+        known, words = tokenizer.get_vocab_size(with_added_tokens=True), self.encoder_config().text_config.vocab_size
         if known > words:
             raise Qwen21Error(f"the tokenizer in {folder} has {known} tokens, the text encoder {words}: the two come from different checkpoints")
         return tokenizer
@@ -121,10 +124,7 @@ class Checkpoint:
         for key in ("text_config", "vision_config"):
             if not isinstance(self._encoder_config.get(key), dict):
                 raise Qwen21Error(f"{source}: `{key}` is {self._encoder_config.get(key)!r}, expected an object: download the file again")
-        vocabulary = self._encoder_config["text_config"].get("vocab_size")
-        if not isinstance(vocabulary, int):
-            raise Qwen21Error(f"{source}: `vocab_size` is {vocabulary!r}, expected a number: download the file again")
-        width, wanted = self._encoder_config["text_config"].get("hidden_size"), self.transformer_config.context_in_dim
+        width, wanted = self.encoder_config().text_config.hidden_size, self.transformer_config.context_in_dim
         if width != wanted:
             raise Qwen21Error(f"{source}: `hidden_size` is {width}, the denoiser expects a text encoder of width {wanted}: the two come from different checkpoints")
         if self.vae_config.z_dim != self.transformer_config.in_channels:
@@ -219,6 +219,7 @@ def read_weights(
     Raises Qwen21Error that names the tensor if one is missing, unknown, or of another shape.
     """
     waiting = dict(module.named_parameters())
+    total = len(waiting)
     by_file: dict[Path, list[str]] = {}
     for name, path in weight_files(folder).items():
         by_file.setdefault(path, []).append(name)
@@ -238,7 +239,7 @@ def read_weights(
                     raise Qwen21Error(f"{path}: tensor {name} has shape {found}, the config asks for {expected}: weights and config.json come from different models")
                 yield target, file.get_tensor(name).reshape(expected)
     if waiting:
-        raise Qwen21Error(f"{folder} lacks {len(waiting)} tensors, the first is {min(waiting)}: download the folder again")
+        raise Qwen21Error(f"{folder} lacks {len(waiting)} of {total} tensors, the first is {min(waiting)}: download the folder again")
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Defaults are the published model's. A key this code does not act on is ignored; 
 
 import json
 import math
+import reprlib
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,8 @@ def _known(cls, values: dict[str, Any], source: str):
             try:
                 chosen[field.name] = _as(field.type, value)
             except (TypeError, ValueError):
-                raise Qwen21Error(f"{source}: `{field.name}` is {value!r}, expected a value like {field.default!r}: this is not a Qwen-Image 2.1 config") from None
+                like = f"a value like {field.default!r}" if field.default else "a list of numbers"
+                raise Qwen21Error(f"{source}: `{field.name}` is {reprlib.repr(value)}, expected {like}: this is not a Qwen-Image 2.1 config") from None
     return cls(**chosen)
 
 

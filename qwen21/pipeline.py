@@ -10,15 +10,13 @@ import torch
 from PIL import Image
 
 from .checkpoint import Checkpoint
-from .config import ScheduleConfig
 from .errors import Qwen21Error, UsageError
 from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
 from .sampling import Velocity, euler, guided, initial_noise
-from .schedule import DEFAULT_STEPS, TURBO_SIGMAS, dynamic_sigmas, fixed_sigmas
+from .schedule import sigmas
 from .text_encoder import Encoding, template
 from .transformer import PrefixKV, QwenImage21Transformer
 
-SCHEDULES = ("auto", "dynamic", "turbo")
 KV_CACHES = ("run", "off")
 STAGES = ("load", "encode", "vae encode", "prefill", "steps", "decode")
 MAX_SIDE = 16384  # pixels, as in ComfyUI; the published model is made for about 2048
@@ -92,20 +90,6 @@ def notes(request: Request, native_resolution: int) -> list[str]:
     return said
 
 
-def sigmas(request: Request, checkpoint: Checkpoint, target_tokens: int) -> torch.Tensor:
-    """The schedule a request asks for: float32 (steps + 1,). Raises UsageError when `steps` contradicts sigmas that are fixed."""
-    config, fixed = checkpoint.schedule, checkpoint.index.sample_sigmas
-    if request.schedule == "dynamic":
-        config, fixed = config if config.use_dynamic_shifting else ScheduleConfig(), ()
-    elif request.schedule == "turbo" and not fixed:
-        config, fixed = ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0), TURBO_SIGMAS
-    if not fixed:
-        return dynamic_sigmas(config, request.steps or DEFAULT_STEPS, target_tokens)
-    if request.steps not in (None, len(fixed)):
-        raise UsageError(f"steps is {request.steps}, but these sigmas are fixed at {len(fixed)} steps: leave steps out, or choose the dynamic schedule")
-    return fixed_sigmas(config, fixed, target_tokens)
-
-
 class Pipeline:
     """Runs requests against a checkpoint folder. A part is loaded when its stage begins and dropped when it ends, so that memory holds
     the largest part and not their sum.
@@ -125,7 +109,7 @@ class Pipeline:
         report.width, report.height, _ = canvas(request, checkpoint.index.native_resolution)
         report.notes = notes(request, checkpoint.index.native_resolution)
         rows, columns = report.height // checkpoint.vae_config.spatial_ratio, report.width // checkpoint.vae_config.spatial_ratio
-        schedule = sigmas(request, checkpoint, rows * columns)
+        schedule = sigmas(request.schedule, request.steps, rows * columns, checkpoint.schedule, checkpoint.index.sample_sigmas)
         report.steps = len(schedule) - 1
         resolution = request.resolution or checkpoint.index.native_resolution
         pictures = [resize(picture, *area_size(resolution, *picture.size)) for picture in request.pictures]
@@ -135,7 +119,7 @@ class Pipeline:
             vae = checkpoint.vae(self.device, self.vae_dtype)
         with self._stage("vae encode", report):
             references = [vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype) for picture in pictures]
-            _check_finite("vae encode", *references)
+            self._check_finite("vae encode", *references)
         with self._stage("load", report):
             transformer = checkpoint.transformer(self.device, self.dtype)
         report.tokens = {
@@ -149,10 +133,10 @@ class Pipeline:
             with self._stage("steps", report):
                 noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
                 latents = euler(noise, schedule.to(self.device), velocity, self.progress)
-                _check_finite("steps", latents)
+                self._check_finite("steps", latents)
             with self._stage("decode", report):
                 pixels = vae.decode(vae.denormalize(latents.to(self.vae_dtype)))
-                _check_finite("decode", pixels)
+                self._check_finite("decode", pixels)
                 picture = from_pixels(pixels)
             yield picture
 
@@ -161,7 +145,7 @@ class Pipeline:
             encoder = self.checkpoint.text_encoder(self.device, self.dtype)
         with self._stage("encode", report):
             encodings = encoder.encode(request.prompts, pictures)
-            _check_finite("encode", *(encoding.states for encoding in encodings))
+            self._check_finite("encode", *(encoding.states for encoding in encodings))
         del encoder
         gc.collect()  # transformers' modules refer to one another in circles
         return encodings
@@ -185,6 +169,13 @@ class Pipeline:
         positive, *negative = map(branch, encodings)
         return guided(positive, negative[0] if negative else None, request.cfg)
 
+    def _check_finite(self, stage: str, *tensors: torch.Tensor) -> None:
+        """A picture of NaN would be written as plain black: say where it went wrong."""
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            dtype = str(self.dtype).removeprefix("torch.")
+            way_out = "lower the cfg, or download the checkpoint again" if dtype == "float32" else "use --dtype float32, or lower the cfg"
+            raise Qwen21Error(f"the stage '{stage}' gave numbers that are not finite in {dtype}: {way_out}")
+
     @contextmanager
     def _stage(self, name: str, report: Report) -> Iterator[None]:
         """Add what the block takes to `report.seconds[name]`; say in which stage memory ran out."""
@@ -198,16 +189,6 @@ class Pipeline:
                 raise
             raise Qwen21Error(f"out of memory on {self.device} in the stage '{name}': {_REMEDY[name]}") from error
         report.seconds[name] += time.perf_counter() - start
-
-
-def _check_finite(stage: str, *tensors: torch.Tensor) -> None:
-    """A picture of NaN would be written as plain black: say where it went wrong."""
-    for tensor in tensors:
-        if not tensor.isfinite().all():
-            raise Qwen21Error(
-                f"the stage '{stage}' gave numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}: "
-                "try --dtype float32 and a cfg near 1, and if that fails too download the checkpoint again"
-            )
 
 
 _SMALLER = "paint a smaller picture (--width, --height, --resolution) or use --dtype bfloat16"
