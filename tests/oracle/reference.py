@@ -22,7 +22,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in
 
 
 class NoVideo:
-    model_input_names: list[str] = []
+    model_input_names = ()
     merge_size = temporal_patch_size = 2
 
 
@@ -66,7 +66,7 @@ def paint_reference(pipeline: QwenImage21Pipeline, prompt: str, *, seed: int = 0
     return levels(pipeline(prompt, num_inference_steps=steps, output_resolution=resolution, generator=generator, **options).images[0])
 
 
-def generate(*arguments: str | os.PathLike | int | float) -> None:
+def generate(*arguments: str | os.PathLike | float) -> None:
     """`python -m qwen21 generate`, in this process, in float32 on the CPU."""
     assert main(["generate", *map(str, arguments), "--device", "cpu", "--dtype", "float32"]) == 0
 

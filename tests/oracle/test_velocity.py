@@ -4,8 +4,8 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from hypothesis import given
-from unit.layouts import Layout, grids, layouts, picture, seeds, sigmas
 from oracle.reference import reference_velocity, relative_error, rows_of
+from unit.layouts import Layout, grids, layouts, picture, seeds, sigmas
 
 from qwen21.pictures import resize, to_pixels
 

@@ -58,7 +58,10 @@ def test_every_mode_becomes_rgba(mode):
     assert np.asarray(rgba).reshape(-1, 4).tolist() == [list(pixel) for pixel in expected]
 
 
-@pytest.mark.parametrize("mode, suffix", [("1", "png"), ("L", "jpg"), ("LA", "png"), ("P", "png"), ("P", "gif"), ("I;16", "png"), ("I;16", "tiff"), ("F", "tiff"), ("CMYK", "jpg")])
+FILES = [("1", "png"), ("L", "jpg"), ("LA", "png"), ("P", "png"), ("P", "gif"), ("I;16", "png"), ("I;16", "tiff"), ("F", "tiff"), ("CMYK", "jpg")]
+
+
+@pytest.mark.parametrize("mode, suffix", FILES)
 def test_files_of_every_kind_open(tmp_path, mode, suffix):
     picture, expected = MODES[mode]
     picture.save(tmp_path / f"picture.{suffix}")

@@ -1,5 +1,7 @@
 """Where each token stands, and in which segment."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -54,7 +56,7 @@ def test_segments_cover_the_prefix_and_keep_pictures_apart(layout):
     numbers = [set(blocks[start:end]) for start, end, _ in segments]
     assert all(len(number) == 1 for number in numbers)
     assert [segment.grid for _, _, segment in segments if not segment.is_text] == layout.grids
-    assert not any(a == b == {-1} for a, b in zip(numbers, numbers[1:]))
+    assert not any(a == b == {-1} for a, b in pairwise(numbers))
 
 
 @pytest.mark.parametrize("slots, grids", [([1], []), ([], [(2, 2)]), ([3], [(2, 2)]), ([-1], [(2, 2)]), ([2, 1], [(2, 2), (2, 2)])])
