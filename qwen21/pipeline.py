@@ -185,12 +185,13 @@ class Pipeline:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(words in str(error) for words in _NO_MEMORY):
                 raise
             raise Qwen21Error(f"out of memory on {self.device} in the stage '{name}': {_REMEDY[name]}") from error
         report.seconds[name] += time.perf_counter() - start
 
 
+_NO_MEMORY = ("allocate", "ALLOC_FAILED")  # what PyTorch's CPU and MPS allocators and cuBLAS say in a plain RuntimeError
 _SMALLER = "paint a smaller picture (--width, --height, --resolution) or use --dtype bfloat16"
 _REMEDY = {
     "load": "use --dtype bfloat16, or --device cpu",

@@ -1,6 +1,7 @@
 """Sigmas: which noise levels are visited. float32 throughout, in the order of the reference's operations, so that they are equal to the bit."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,9 +9,28 @@ import torch
 from .config import ScheduleConfig
 from .errors import UsageError
 
+SCHEDULES = ("auto", "dynamic", "turbo")
 DEFAULT_STEPS = 40
 # The published Turbo checkpoint's own steps (its `model_index.json`), which its distillation was made for.
 TURBO_SIGMAS = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
+
+
+def sigmas(kind: str, steps: int | None, target_tokens: int, config: ScheduleConfig, own: Sequence[float] = ()) -> torch.Tensor:
+    """The schedule for a picture of `target_tokens` latent tokens: float32 (steps + 1,), falling from 1 to 0.
+
+    `kind` "auto" takes the checkpoint's `own` sigmas if it brings some, else spreads `steps` (None: 40) by its `config`; "dynamic" always
+    does the latter, with the published shift if `config` has none; "turbo" takes `own`, else the published Turbo sigmas.
+    Raises UsageError when `steps` contradicts sigmas that are fixed.
+    """
+    if kind == "dynamic":
+        config, own = config if config.use_dynamic_shifting else ScheduleConfig(), ()
+    elif kind == "turbo" and not own:
+        config, own = ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0), TURBO_SIGMAS
+    if not own:
+        return dynamic_sigmas(config, steps or DEFAULT_STEPS, target_tokens)
+    if steps not in (None, len(own)):
+        raise UsageError(f"steps is {steps}, but these sigmas are fixed at {len(own)} steps: leave steps out, or choose the dynamic schedule")
+    return fixed_sigmas(config, own, target_tokens)
 
 
 def dynamic_mu(config: ScheduleConfig, target_tokens: int) -> float:

@@ -1,0 +1,149 @@
+"""The text encoder as a ComfyUI CLIP: transformers' Qwen3-VL with ComfyUI's operations in place of its layers."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import comfy.model_management
+import comfy.ops
+import comfy.sd
+import comfy.utils
+import numpy as np
+import torch
+from PIL import Image
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+
+from ..qwen21.checkpoint import Checkpoint, meta_parameters
+from ..qwen21.errors import Qwen21Error
+from ..qwen21.text_encoder import Encoding, Qwen3VLModel, TextEncoder, template
+
+TOKENS = "qwen21"  # the key under which tokenize() hands prompt and pictures to the encoder
+
+
+class Tokenizer:
+    """ComfyUI tokenizes and encodes in two calls; here the first only collects what the second reads, as tokens depend on the pictures."""
+
+    def __init__(self, embedding_directory=None, tokenizer_data={}):
+        pass
+
+    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, images: Sequence[Image.Image] = (), **_):
+        template(text, len(images))  # refuses vision tokens and too many pictures
+        return {TOKENS: [(text, tuple(images))]}
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+class Qwen3VL(torch.nn.Module):
+    """ComfyUI's contract for a text encoder, over the core's TextEncoder."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, model_options: dict):
+        super().__init__()
+        operations = model_options.get("custom_operations") or comfy.ops.manual_cast
+        with meta_parameters():
+            self.model = Qwen3VLModel(checkpoint.encoder_config())
+        self.encoder = TextEncoder(self.model, checkpoint.tokenizer(), checkpoint.picture_processor())
+        swap_operations(self.model, operations, dtype, device)
+        self.dtypes = {dtype}
+        self.native_resolution = checkpoint.index.native_resolution
+        self.encoder.dtype = dtype
+
+    def load_sd(self, weights: dict[str, torch.Tensor]):
+        return self.model.load_state_dict(weights, strict=False, assign=getattr(self, "can_assign_sd", False))
+
+    def set_clip_options(self, options: dict) -> None:
+        if "execution_device" in options:
+            self.encoder.device = options["execution_device"]
+
+    def reset_clip_options(self) -> None:
+        pass
+
+    def memory_estimation_function(self, tokens: dict, device=None) -> int:
+        """Bytes: a float32 working set of some twenty widths and the keys and values of every layer, a token."""
+        text = self.model.config.text_config
+        (prompt, pictures), *_ = tokens[TOKENS]
+        count = len(prompt) + 64 + sum(picture.width * picture.height // 1024 for picture in pictures)
+        return count * 4 * (20 * text.hidden_size + 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim)
+
+    def encode_token_weights(self, tokens: dict):
+        (prompt, pictures), *_ = tokens[TOKENS]
+        (cond, extra), *_ = self.encode([prompt], pictures)
+        return cond, None, extra
+
+    def encode(self, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> list[tuple[torch.Tensor, dict]]:
+        """(states, conditioning keys) a prompt; the vision tower runs once."""
+        return [_conditioning(encoding) for encoding in self.encoder.encode(prompts, pictures)]
+
+
+def _conditioning(encoding: Encoding) -> tuple[torch.Tensor, dict]:
+    states = encoding.states.to(comfy.model_management.intermediate_device(), torch.float32)
+    return states, {"image_slots": list(encoding.image_slots), "qwen21_token_ids": list(encoding.token_ids)}
+
+
+def swap_operations(model: torch.nn.Module, operations, dtype: torch.dtype, device: torch.device) -> None:
+    """Put ComfyUI's layers where transformers built its own, so that weights may be offloaded, cast on use, or quantised."""
+    factory = {"dtype": dtype, "device": device}
+    for parent in list(model.modules()):
+        for name, old in list(parent.named_children()):
+            new = _host_layer(old, operations, factory)
+            if new is not None:
+                setattr(parent, name, new.requires_grad_(False).eval())
+
+
+def _host_layer(old: torch.nn.Module, operations, factory: dict) -> torch.nn.Module | None:
+    nn = torch.nn
+    if type(old) is nn.Linear:
+        return operations.Linear(old.in_features, old.out_features, bias=old.bias is not None, **factory)
+    if type(old) is nn.Embedding:
+        return operations.Embedding(old.num_embeddings, old.embedding_dim, **factory)
+    if type(old) is nn.LayerNorm:
+        return operations.LayerNorm(old.normalized_shape, eps=old.eps, **factory)
+    if type(old) is nn.Conv3d:
+        return operations.Conv3d(old.in_channels, old.out_channels, old.kernel_size, stride=old.stride, bias=old.bias is not None, **factory)
+    if type(old) is Qwen3VLTextRMSNorm:
+        return operations.RMSNorm(old.weight.shape[0], eps=old.variance_epsilon, **factory)
+    return None
+
+
+def load_clip(folder: str, dtype: torch.dtype | None = None) -> comfy.sd.CLIP:
+    """The text encoder of the checkpoint in `folder` as a CLIP. `dtype` None: the file's own, float32 on a CPU."""
+    checkpoint = Checkpoint(folder)
+    with meta_parameters():
+        meta = Qwen3VLModel(checkpoint.encoder_config())
+    meta.language_model.norm = torch.nn.Identity()
+    weights = dict(checkpoint.weights("text_encoder", meta))
+    if dtype is None:
+        on_cpu = comfy.model_management.is_device_cpu(comfy.model_management.text_encoder_device())
+        dtype = torch.float32 if on_cpu else comfy.utils.weight_dtype(weights)
+    target = SimpleNamespace(params={"checkpoint": checkpoint}, clip=Qwen3VL, tokenizer=Tokenizer)
+    return comfy.sd.CLIP(target, parameters=comfy.utils.calculate_parameters(weights), state_dict=[weights], model_options={"dtype": dtype})
+
+
+def encode_prompts(clip: comfy.sd.CLIP, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> list[list]:
+    """A CONDITIONING a prompt, all over the same RGBA pictures; the vision tower runs once."""
+    encoder = our_encoder(clip)
+    clip.load_model(clip.tokenize(max(prompts, key=len), images=pictures))
+    encoder.set_clip_options({"execution_device": clip.patcher.load_device})
+    with comfy.model_management.cuda_device_context(clip.patcher.load_device):
+        outputs = encoder.encode(prompts, pictures)
+    return [[[cond, clip.add_hooks_to_dict({"pooled_output": None, **extra})]] for cond, extra in outputs]
+
+
+def our_encoder(clip: comfy.sd.CLIP) -> Qwen3VL:
+    """The encoder inside a CLIP. Raises Qwen21Error that says what was found if it is another model's."""
+    if clip is None:
+        raise Qwen21Error("no CLIP is connected: connect the CLIP output of the Qwen-Image 2.1 Loader")
+    encoder = getattr(clip, "cond_stage_model", None)
+    if not isinstance(encoder, Qwen3VL):
+        raise Qwen21Error(f"the CLIP is a {type(encoder).__name__}, expected the Qwen3-VL text encoder of Qwen-Image 2.1: connect the CLIP output of the Qwen-Image 2.1 Loader")
+    return encoder
+
+
+def to_pictures(images: torch.Tensor) -> list[Image.Image]:
+    """RGBA pictures of an IMAGE (batch, height, width, 3 or 4) in [0, 1]; without a fourth channel they are opaque."""
+    levels = (images.float().cpu().clamp(0, 1).numpy() * 255).round().astype(np.uint8)
+    return [Image.fromarray(level).convert("RGBA") for level in levels]
+
+
+def to_image(picture: Image.Image) -> torch.Tensor:
+    """The inverse of `to_pictures` for one picture: IMAGE (1, height, width, 4)."""
+    return torch.from_numpy(np.array(picture, dtype=np.float32) / 255.0)[None]

@@ -1,0 +1,270 @@
+"""The denoiser as a ComfyUI MODEL: a ModelPatcher around a BaseModel, built from ComfyUI's operations.
+
+ComfyUI calls the model with whole batches and many times a run. Here a batch falls apart into rows that share a prefix (text, slots and
+references), each prefix is prefilled when it is first seen in a run, and all its rows are denoised against it.
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.model_sampling
+import comfy.patcher_extension
+import comfy.supported_models_base
+import comfy.utils
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+
+from ..qwen21.checkpoint import Checkpoint
+from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
+from ..qwen21.prefix_cache import StoredPrefix
+from ..qwen21.schedule import dynamic_mu
+from ..qwen21.transformer import PrefixKV, QwenImage21Transformer
+
+PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_text(encoding="utf-8"))
+
+
+def host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transformer_options: dict) -> torch.Tensor:
+    """Unmasked attention of ComfyUI's choice (sage, flash, PyTorch ...) on (batch, heads, tokens, head_dim)."""
+    return optimized_attention(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True, transformer_options=transformer_options)
+
+
+CACHE_DEVICES = ("auto", "gpu", "cpu", "off")
+CACHE_OPTION = "qwen21_prefix_cache"  # in a model's transformer_options
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where a run keeps keys and values. `budget` in bytes bounds what "auto" leaves on the compute device (0: half of what is free)."""
+
+    budget: int = 0
+    device: str = "auto"
+    precision: str = "default"
+
+    def store(self, kv: PrefixKV, device: torch.device) -> PrefixKV | StoredPrefix:
+        """`kv`, computed on `device`, as it is to be kept. Asked before anything is moved: what does not fit goes to host memory."""
+        room = self.budget or comfy.model_management.get_free_memory(device) // 2
+        stays = self.device in ("gpu", "off") or (self.device == "auto" and kv.nbytes <= room)
+        if stays and self.precision == "default":
+            return kv
+        return StoredPrefix(kv, device if stays else torch.device("cpu"), self.precision)
+
+
+@dataclass
+class RunStatistics:
+    """What the present run cost so far: tokens, seconds and bytes."""
+
+    prefix_tokens: int = 0
+    prefills: int = 0
+    prefill_seconds: float = 0.0
+    kv_bytes: int = 0
+
+
+@dataclass
+class RunPrefix:
+    """A prefix seen in this run: what it was made of, and its keys and values."""
+
+    context: torch.Tensor
+    slots: list[int]
+    references: list[torch.Tensor]
+    kv: PrefixKV | StoredPrefix
+
+    def is_made_of(self, context: torch.Tensor, slots: list[int], references: list[torch.Tensor]) -> bool:
+        return (
+            self.slots == slots
+            and len(self.references) == len(references)
+            and torch.equal(self.context, context)
+            and all(torch.equal(mine, other) for mine, other in zip(self.references, references))
+        )
+
+
+@dataclass
+class Run:
+    """State of one sampling run, from ComfyUI's pre_run to its cleanup. `reuse` is off when weights may change between two calls."""
+
+    reuse: bool = True
+    prefixes: list[RunPrefix] = field(default_factory=list)
+    statistics: RunStatistics = field(default_factory=RunStatistics)
+
+
+class Denoiser(QwenImage21Transformer):
+    """The core's transformer behind the call that ComfyUI makes. Parameters keep their names, so LoRA loaders find them."""
+
+    def __init__(self, config, dtype=None, device=None, operations=None, **_):
+        super().__init__(config, operations, device, dtype)
+        self.dtype = dtype
+        self.run = Run()
+
+    def forward(self, x, timesteps, context=None, ref_latents=None, image_slots=None, control=None, transformer_options={}, **kwargs):
+        """Velocity of `x` (rows, 64, height, width) at sigmas `timesteps` (rows,); `context` (rows, tokens, width) and each of
+        `ref_latents` (rows, 64, h, w) hold the rows' prefixes. References without a slot follow the text, as in ComfyUI's own model."""
+        wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, transformer_options)
+        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        return executor.execute(x, timesteps, context, ref_latents, image_slots, control, transformer_options, **kwargs)
+
+    def _forward(self, x, timesteps, context, ref_latents=None, image_slots=None, control=None, transformer_options={}, **kwargs):
+        attention = partial(host_attention, transformer_options=transformer_options)
+        settings = transformer_options.get(CACHE_OPTION, CacheSettings())
+        references = list(ref_latents or [])
+        slots = (list(image_slots or []) + [context.shape[1]] * len(references))[: len(references)]
+        out = torch.empty_like(x)
+        for rows, prefix in self._rows_by_prefix(context, slots, references, attention, settings):
+            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention)
+        return out
+
+    def _rows_by_prefix(self, context, slots, references, attention, settings) -> list[tuple[list[int], RunPrefix]]:
+        groups: list[tuple[list[int], RunPrefix]] = []
+        for row in range(context.shape[0]):
+            parts = context[row : row + 1], slots, [latents[row : row + 1] for latents in references]
+            rows = next((rows for rows, prefix in groups if prefix.is_made_of(*parts)), None)
+            if rows is None:
+                groups.append(([row], self._prefix(*parts, attention, settings)))
+            else:
+                rows.append(row)
+        return groups
+
+    def _prefix(self, context, slots, references, attention, settings) -> RunPrefix:
+        """This run's prefix with that content, prefilled if it is new. Content decides: a wrapper may change it between two steps."""
+        known = next((prefix for prefix in self.run.prefixes if prefix.is_made_of(context, slots, references)), None)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        kv = self.prefill(context, slots, references, attention=attention)
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)  # once a run, so that the report tells the device's time
+        statistics = self.run.statistics
+        statistics.prefill_seconds += time.perf_counter() - start
+        statistics.prefills += 1
+        statistics.prefix_tokens += kv.tokens
+        # What the host hands in may be views of tensors it overwrites: keep copies to compare with.
+        prefix = RunPrefix(context.clone(), slots, [latents.clone() for latents in references], settings.store(kv, context.device))
+        if self.run.reuse and settings.device != "off":
+            statistics.kv_bytes += prefix.kv.nbytes
+            self.run.prefixes.append(prefix)
+        return prefix
+
+
+class LatentFormat(comfy.latent_formats.LatentFormat):
+    """64 channels, 16 pixels a latent position. A LATENT holds what the VAE gives; the sampler normalises it with the VAE's statistics."""
+
+    latent_channels = 64
+    spacial_downscale_ratio = 16
+
+    def __init__(self, vae: VAEConfig = VAEConfig(latents_mean=(0.0,) * 64, latents_std=(1.0,) * 64)):
+        self.vae = vae
+        host = getattr(comfy.latent_formats, "QwenImage21", None)
+        self.latent_rgb_factors = host.latent_rgb_factors if host else PREVIEW["factors"]
+        self.latent_rgb_factors_bias = host.latent_rgb_factors_bias if host else PREVIEW["bias"]
+
+    def _statistics(self, latent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(latent.new_tensor(values)[:, None, None] for values in (self.vae.latents_mean, self.vae.latents_std))
+
+    def process_in(self, latent: torch.Tensor) -> torch.Tensor:
+        mean, std = self._statistics(latent)
+        return (latent - mean) / std
+
+    def process_out(self, latent: torch.Tensor) -> torch.Tensor:
+        mean, std = self._statistics(latent)
+        return latent * std + mean
+
+
+class ModelConfig(comfy.supported_models_base.BASE):
+    """What ComfyUI asks a model's config. Also carries the checkpoint's schedule and index, for the sampler and schedule nodes."""
+
+    unet_extra_config: dict = {}
+    latent_format = LatentFormat
+    memory_usage_factor = 6.0
+    supported_inference_dtypes = [torch.bfloat16, torch.float32]
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.schedule: ScheduleConfig = checkpoint.schedule
+        self.index: ModelIndex = checkpoint.index
+        native_tokens = (checkpoint.index.native_resolution // checkpoint.vae_config.spatial_ratio) ** 2
+        dynamic = checkpoint.schedule.use_dynamic_shifting
+        self.sampling_settings = {"shift": dynamic_mu(checkpoint.schedule, native_tokens) if dynamic else math.log(checkpoint.schedule.shift)}
+        super().__init__({"config": checkpoint.transformer_config, "image_model": "qwen_image21"})
+        self.latent_format = LatentFormat(checkpoint.vae_config)
+
+
+class QwenImage21(comfy.model_base.QwenImage):
+    """A QwenImage to ComfyUI, so that its LoRA loaders map every layout they know; what that family ties to 16 channels is overridden.
+
+    `extra_conds` (inherited, with `image_slots` added) normalises reference latents: the only place where that happens.
+    """
+
+    def __init__(self, model_config: ModelConfig, device=None):
+        super().__init__(model_config, comfy.model_base.ModelType.FLUX, device=device, unet_model=Denoiser)
+
+    @property
+    def current_patcher(self):
+        """Set by ComfyUI when a run begins, None when it ends."""
+        return self._current_patcher
+
+    @current_patcher.setter
+    def current_patcher(self, patcher) -> None:
+        self._current_patcher = patcher
+        if patcher is not None:
+            # Hooks change weights in mid-run, and nothing a call receives says so.
+            self.diffusion_model.run = Run(reuse=not patcher.hook_patches)
+        elif hasattr(self, "diffusion_model"):
+            self.diffusion_model.run.prefixes.clear()
+
+    def process_timestep(self, timestep, **_):
+        """Back to sigma, whatever multiplier a shift node's sampling object applied."""
+        return timestep / getattr(self.model_sampling, "multiplier", 1.0)
+
+    def extra_conds(self, **kwargs):
+        out = super().extra_conds(**kwargs)
+        out["image_slots"] = comfy.conds.CONDConstant(list(kwargs.get("image_slots") or []))
+        return out
+
+    def extra_conds_shapes(self, **kwargs):
+        out = {}
+        channels = self.latent_format.latent_channels
+        if kwargs.get("reference_latents"):
+            out["ref_latents"] = [1, channels, sum(latents.numel() for latents in kwargs["reference_latents"]) // channels]
+        if kwargs.get("cross_attn") is not None:
+            out["c_crossattn"] = list(kwargs["cross_attn"].shape)
+        return out
+
+    def memory_required(self, input_shape, cond_shapes={}):
+        """Activations of target and references as ComfyUI estimates them, and the prefix's keys and values."""
+        config = self.diffusion_model.config
+        tokens = sum(shape[1] for shape in cond_shapes.get("c_crossattn", [])) + sum(shape[2] for shape in cond_shapes.get("ref_latents", []))
+        kv_bytes = 2 * config.num_layers * config.dim * tokens * comfy.model_management.dtype_size(self.get_dtype_inference())
+        return super().memory_required(input_shape, cond_shapes) + kv_bytes
+
+
+def load_model(folder: str, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
+    """The denoiser of the checkpoint in `folder` as a MODEL. `dtype` None leaves the choice to ComfyUI.
+
+    Raises Qwen21Error that names the file when it is missing, damaged or another model's.
+    """
+    checkpoint = Checkpoint(folder)
+    config = ModelConfig(checkpoint)
+    management = comfy.model_management
+    with torch.device("meta"):
+        meta = QwenImage21Transformer(checkpoint.transformer_config)
+    weights = dict(checkpoint.weights("transformer", meta))
+    supported = config.supported_inference_dtypes
+    parameters, file_dtype = comfy.utils.calculate_parameters(weights), comfy.utils.weight_dtype(weights)
+    weight_dtype = dtype or management.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=file_dtype)
+    device, offload = management.get_torch_device(), management.unet_offload_device()
+    config.set_inference_dtype(weight_dtype, management.unet_manual_cast(weight_dtype, device, supported))
+
+    model = QwenImage21(config)
+    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    patcher = patcher_class(model, load_device=device, offload_device=offload)
+    patcher.cached_patcher_init = (load_model, (folder, dtype))
+    if not management.is_device_cpu(offload):
+        model.to(offload)
+    model.load_model_weights(weights, "", assign=patcher.is_dynamic())
+    return patcher

@@ -1,0 +1,72 @@
+"""Qwen21Loader: a checkpoint as MODEL, CLIP and VAE."""
+
+import os
+from pathlib import Path
+
+import folder_paths
+import torch
+from comfy_api.latest import io
+
+from ..qwen21.config import read_json
+from ..qwen21.errors import Qwen21Error
+from .bridge_clip import load_clip
+from .bridge_model import load_model
+from .bridge_vae import load_vae
+from .common import CATEGORY
+
+SAME = "same folder"
+DTYPES = {"default": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ROOTS = ("diffusers", "diffusion_models")
+
+
+def checkpoint_folders() -> dict[str, str]:
+    """Name in the list -> path of every Qwen-Image 2.1 folder (diffusers layout) under ComfyUI's model folders."""
+    found = {}
+    for root in ROOTS:
+        for base in folder_paths.get_folder_paths(root):
+            for folder, children, files in os.walk(base, followlinks=True):
+                if "model_index.json" in files:
+                    children.clear()
+                    if _is_ours(Path(folder)):
+                        found.setdefault(os.path.relpath(folder, base), folder)
+    return dict(sorted(found.items()))
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return read_json(folder / "model_index.json").get("_class_name") == "QwenImage21Pipeline"
+    except Qwen21Error:
+        return False
+
+
+def _path(name: str) -> str:
+    folders = checkpoint_folders()
+    if name not in folders:
+        raise Qwen21Error(f"the checkpoint {name!r} is not in models/diffusers or models/diffusion_models (found: {', '.join(folders) or 'none'}): put its folder there and refresh")
+    return folders[name]
+
+
+class Qwen21Loader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        folders = list(checkpoint_folders())
+        return io.Schema(
+            node_id="Qwen21Loader",
+            display_name="Qwen-Image 2.1 Loader",
+            category=CATEGORY,
+            description="Loads a Qwen-Image 2.1 checkpoint folder (diffusers layout) from models/diffusers or models/diffusion_models.",
+            search_aliases=["qwen image 2.1", "load qwen", "checkpoint", "model loader", "diffusers"],
+            inputs=[
+                io.Combo.Input("checkpoint", options=folders, tooltip="Folder with model_index.json, transformer, text_encoder, vae, scheduler and processor."),
+                io.Combo.Input("text_encoder", options=[SAME, *folders], default=SAME, advanced=True, tooltip="Take the Qwen3-VL text encoder of another checkpoint folder."),
+                io.Combo.Input("vae", options=[SAME, *folders], default=SAME, advanced=True, tooltip="Take the VAE of another checkpoint folder."),
+                io.Combo.Input("weight_dtype", options=list(DTYPES), default="default", advanced=True, tooltip="Precision of the denoiser's weights. default: what ComfyUI finds best for the device."),
+            ],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, checkpoint: str, text_encoder: str = SAME, vae: str = SAME, weight_dtype: str = "default") -> io.NodeOutput:
+        folder = _path(checkpoint)
+        text_encoder, vae = (folder if name == SAME else _path(name) for name in (text_encoder, vae))
+        return io.NodeOutput(load_model(folder, DTYPES[weight_dtype]), load_clip(text_encoder), load_vae(vae))
