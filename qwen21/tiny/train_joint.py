@@ -1,0 +1,237 @@
+"""Training of denoiser and text encoder together, by the official objective: the velocity of a flow from noise to latents.
+
+The prefix (text and references) is modulated at t = 0 and computed once; a task with references is trained at several noise levels
+against the same prefix. The VAE is frozen, its latents are computed once.
+"""
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from ..config import ScheduleConfig
+from ..sampling import initial_noise
+from ..schedule import dynamic_sigmas
+from . import world
+from .batched import PLAIN_BLOCKS, Compiler, Denoiser, TextEncoder
+from .data import Samples, collate, draw_many, processes
+from .evaluate import STEPS, Job, contact_sheet, draw_jobs, format_table, reconstruction_scores, score_all, summarize
+from .layout import GRIDS, REFERENCE_TOKENS, ROOMS, Layouter
+from .models import new_text_encoder, new_transformer
+from .muon import Muon
+from .run import MovingAverage, Run
+from .tokens import load_tokenizer
+from .train_vae import new_vae
+
+# Samples kept, by room, in each process.
+COUNTS = {"t2i": 120_000, "edit": 80_000, "two": 14_000, "three": 5_000, "large": 5_000}
+# A step trains "t2i", "edit" and one of the others in turn: (prompts, noise levels a prompt, weight).
+EVERY_STEP = {"t2i": (192, 1, 0.4), "edit": (128, 2, 0.45)}
+IN_TURN = ("two", "large", "two", "three")
+TURN = {"two": (48, 2, 0.2), "three": (24, 2, 0.2), "large": (24, 1, 0.2)}
+SHIFT = 0.5  # mu of the schedule at 256 x 256
+
+
+def draw_sigmas(count: int, device) -> torch.Tensor:
+    """Noise levels: half as the schedule visits them, half from the middle."""
+    u = torch.rand(count, device=device).clamp(1e-4, 1 - 1e-4)
+    visited = math.e**SHIFT / (math.e**SHIFT + 1 / u - 1)
+    middle = torch.sigmoid(SHIFT + torch.randn(count, device=device))
+    return torch.where(torch.rand(count, device=device) < 0.5, visited, middle)
+
+
+def load_vae(folder: Path, device):
+    """The VAE of a finished `vae` stage, and its latents' mean and standard deviation, (1, 64, 1, 1)."""
+    vae = new_vae(0)
+    vae.load_state_dict(load_file(folder / "vae_encoder.safetensors") | load_file(folder / "vae_decoder.safetensors"))
+    statistics = load_file(folder / "vae_statistics.safetensors")
+    mean, std = (statistics[key].to(device).view(1, 64, 1, 1) for key in ("mean", "std"))
+    return vae.to(device, memory_format=torch.channels_last).requires_grad_(False), mean, std
+
+
+class BatchPainter:
+    """Paints evaluation jobs many at a time with the batched forwards: the core's own schedule, noise and Euler steps."""
+
+    def __init__(self, encoder: TextEncoder, denoiser: Denoiser, vae, mean, std, run: Run):
+        self.encoder, self.denoiser, self.vae, self.mean, self.std, self.run = encoder, denoiser, vae, mean, std, run
+        self.layouter = Layouter(load_tokenizer())
+
+    @torch.no_grad()
+    def __call__(self, jobs: list[Job], chunk: int = 128) -> list[np.ndarray]:
+        out: list[np.ndarray | None] = [None] * len(jobs)
+        by_room: dict[tuple[str, int], list[int]] = {}
+        for index, job in enumerate(jobs):
+            grid = GRIDS.index((job.height // 16, job.width // 16))
+            name = ("t2i", "edit", "two", "three")[len(job.task.references)]
+            by_room.setdefault(("large" if not job.task.references and math.prod(GRIDS[grid]) > 256 else name, grid), []).append(index)
+        for (name, grid), indices in by_room.items():
+            for start in range(0, len(indices), chunk):
+                part = indices[start : start + chunk]
+                for index, picture in zip(part, self._paint([jobs[i] for i in part], name, grid)):
+                    out[index] = picture
+        return out
+
+    def _paint(self, jobs: list[Job], name: str, grid: int) -> list[np.ndarray]:
+        room, device = ROOMS[name], self.run.device
+        layouts = [self.layouter(job.task.prompt, [0] * len(job.task.references), grid, room) for job in jobs]
+        fits = [i for i, layout in enumerate(layouts) if layout]
+        batch = type(collated := collate([layouts[i] for i in fits], room))(*(x.to(device) for x in collated))
+        if room.references:
+            pixels = world.render(*(x.to(device) for x in world.pack([scene for i in fits for scene in jobs[i].task.references])), 256, 256, world.palette(device))
+            pixels = (pixels * 127.5 + 127.5).round() / 127.5 - 1
+            latents = torch.cat([(self.vae.encode(x) - self.mean) / self.std for x in pixels.split(64)])
+            shape = (len(fits), room.references, REFERENCE_TOKENS)
+            batch = batch._replace(patches=Samples.to_patches(pixels).view(*shape, 768), reference_latents=Samples.to_tokens(latents, REFERENCE_TOKENS).view(*shape, 64))
+        rows, columns = GRIDS[grid]
+        x = Samples.to_tokens(torch.cat([initial_noise(jobs[i].seed, rows, columns) for i in fits]).to(device), room.target)
+        sigmas = dynamic_sigmas(ScheduleConfig(), STEPS, rows * columns).tolist()
+        with self.run.autocast():
+            prefix = self.denoiser.prefill(self.encoder(batch, PLAIN_BLOCKS), batch, PLAIN_BLOCKS)
+            for now, after in zip(sigmas, sigmas[1:]):
+                x = x + (after - now) * self.denoiser.denoise(x, x.new_full((len(x),), now), batch.target_grid, prefix, PLAIN_BLOCKS).float()
+        latents = x[:, : rows * columns].transpose(1, 2).reshape(-1, 64, rows, columns) * self.std + self.mean
+        made = torch.cat([self.vae.decode(z) for z in latents.split(32)])
+        levels = (made.permute(0, 2, 3, 1) * 127.5 + 127.5).round().clamp(0, 255).byte().cpu().numpy()
+        blank = np.zeros_like(levels[0])
+        return [levels[fits.index(i)] if i in fits else blank for i in range(len(jobs))]
+
+
+def train(
+    out: Path, vae: Path, seconds: float, seed: int = 0, rate: float = 2e-3, matrix_rate: float = 0.02, fall: float = 0.5, start: Path | None = None,
+    data: float = 1.0, batch: float = 1.0, evaluate: float = 1.0,
+) -> None:  # fmt: skip
+    """Train for `seconds`, the last fraction `fall` with a falling rate. `vae` is the folder of that stage, `start` one of this stage to go on from.
+
+    `data` and `batch` scale the number of samples kept and trained on in a step, `evaluate` that of the prompts scored (0: none).
+    """
+    run = Run("joint", out, seed, seconds=seconds, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts={k: round(v * data) for k, v in COUNTS.items()},
+              every_step=EVERY_STEP, in_turn={name: TURN[name] for name in IN_TURN}, batch=batch)  # fmt: skip
+    torch._dynamo.config.cache_size_limit = 64
+    drawn = draw_many({name: max(8, round(count * data)) for name, count in COUNTS.items()}, 1 + 100 * seed + run.rank, processes())
+    run.log("drawn", prompts=sum(len(d["ids"]) for d in drawn.values()))
+    autoencoder, mean, std = load_vae(vae, run.device)
+    paint = run.compile(world.paint)
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        with run.autocast():
+            return (autoencoder.encode(pixels.contiguous(memory_format=torch.channels_last)).float() - mean) / std
+
+    fast_encode = run.compile(encode)
+    chunk = 256 if run.cuda else 4
+    samples = {
+        name: Samples(ROOMS[name], d, lambda pixels, square: (fast_encode if square else encode)(pixels), run.device, paint, chunk) for name, d in drawn.items()
+    }
+    del drawn
+    run.log("encoded", latent_std=round(float(samples["t2i"].target.float().std()), 3))
+
+    torch.manual_seed(seed)
+    text_model, transformer = new_text_encoder(load_tokenizer()), new_transformer()
+    if start:
+        text_model.load_state_dict(run.load("text_encoder", start), strict=False)
+        transformer.load_state_dict(run.load("transformer", start))
+    text_model, transformer = text_model.to(run.device), transformer.to(run.device)
+    encoder, denoiser = TextEncoder(text_model, run.device), Denoiser(transformer, run.device)
+    named = [(name, p) for name, p in [*text_model.named_parameters(), *transformer.named_parameters()] if name != "language_model.norm.weight"]
+    parameters = [p for _, p in named]
+    matrices = [p for name, p in named if p.ndim == 2 and ("transformer_blocks." in name or "language_model.layers." in name)]
+    chosen = {id(p) for p in matrices}
+    others = torch.optim.AdamW([p for p in parameters if id(p) not in chosen], lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=run.cuda)
+    muon = Muon(matrices, matrix_rate)
+    average = MovingAverage(parameters, 0.9985)
+    run.same_weights(parameters)
+    torch.manual_seed(1000 * seed + 7 + run.rank)
+    blocks = Compiler(*(run.compile(function) for function in PLAIN_BLOCKS))
+
+    def loss_of(name: str, count: int, levels: int, blocks: Compiler = blocks) -> torch.Tensor:
+        with torch.no_grad():
+            b = samples[name].random(count)
+            clean = b.target.float().repeat_interleave(levels, dim=0)
+            sigma, noise = draw_sigmas(len(clean), run.device), torch.randn_like(clean)
+            s = sigma[:, None, None]
+            noisy, wanted = (1 - s) * clean + s * noise, noise - clean
+            weight = denoiser.valid(b.target_grid, clean.shape[1]).repeat_interleave(levels, dim=0)[..., None].float()
+        with run.autocast():
+            prefix = denoiser.prefill(encoder(b, blocks), b, blocks)
+            velocity = denoiser.denoise(noisy, sigma, b.target_grid, prefix, blocks)
+        return ((velocity.float() - wanted).square() * weight).sum() / (weight.sum() * 64)
+
+    def backward(step: int) -> dict[str, torch.Tensor]:
+        losses = {}
+        turn = IN_TURN[step % len(IN_TURN)]
+        for name, (count, levels, weight) in [*EVERY_STEP.items(), (turn, TURN[turn])]:
+            loss = loss_of(name, max(1, round(count * batch)), levels)
+            (loss * weight).backward()
+            losses[name] = loss.detach()
+        return losses
+
+    def keep() -> None:
+        state = transformer.state_dict()
+        run.save("transformer", state)
+        run.save("text_encoder", text_model.state_dict())
+
+    def judge(event: str, scale: float) -> None:
+        average.swap()
+        if run.rank == 0:
+            keep()
+        jobs = draw_jobs(scale)
+        mine = jobs[run.rank :: run.size]
+        pictures = BatchPainter(encoder, denoiser, autoencoder, mean, std, run)(mine)
+        scores = score_all(mine, pictures, processes())
+        gathered = run.gather([(jobs.index(job), p, s) for job, p, s in zip(mine, pictures, scores)])
+        average.swap()
+        if run.rank == 0:
+            rows = sorted((row for part in gathered for row in part), key=lambda row: row[0])
+            pictures, scores = [row[1] for row in rows], [row[2] for row in rows]
+            table = summarize(jobs, scores)
+            run.log(event, step=step, table=table)
+            print(format_table(table), flush=True)
+            contact_sheet(jobs, pictures, scores).save(run.out / "sheet.png", optimize=True)
+
+    for index in range(len(IN_TURN)):  # compile before the clock starts
+        backward(index)
+    others.zero_grad(set_to_none=False)
+    for p in matrices:
+        p.grad = torch.zeros_like(p)
+    muon.step(0.0)
+    run.log("compiled", parameters=sum(p.numel() for p in parameters), gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0)
+    begun, step, share = time.time(), 0, 0.0
+    sums: dict[str, list[torch.Tensor]] = {}
+    next_line, next_table = 0.02, 0.4
+    while True:
+        if step % run.rhythm == 0:
+            share = run.agree((time.time() - begun) / seconds)
+        if share >= 1:
+            break
+        for name, loss in backward(step).items():
+            sums.setdefault(name, []).append(loss)
+        run.average(parameters)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        factor = min(1.0, (step + 1) / 300) * min(1.0, max(0.02, (1 - share) / fall))
+        others.param_groups[0]["lr"] = rate * factor
+        others.step()
+        muon.step(factor)
+        others.zero_grad(set_to_none=False)
+        torch._foreach_zero_([p.grad for p in matrices])
+        average.update()
+        step += 1
+        if step % run.rhythm == 0 and run.cuda:
+            torch.cuda.synchronize()
+        if share > next_line:
+            losses = {name: round(torch.stack(values).mean().item(), 4) for name, values in sums.items()}
+            run.log("step", step=step, share=round(share, 3), seconds=round(time.time() - begun, 1), **losses)
+            sums.clear()
+            next_line = max(next_line + 0.02, share)
+        if share > next_table and evaluate:
+            paused = time.time()
+            judge("table", 0.3 * evaluate)
+            begun += run.agree(time.time() - paused)
+            next_table += 0.3
+    run.log("done", step=step, seconds=round(time.time() - begun), processes=run.size)
+    average.swap()
+    keep()
+    average.swap()
+    if evaluate:
+        judge("final", evaluate)
