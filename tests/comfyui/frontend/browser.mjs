@@ -6,11 +6,13 @@ import path from 'node:path';
 
 // PLAYWRIGHT_CORE names the package's folder; else it is found like any module, through NODE_PATH too.
 const { chromium } = createRequire(import.meta.url)(process.env.PLAYWRIGHT_CORE || 'playwright-core');
+// CHROMIUM names the browser; else it is looked for on the PATH.
+const executablePath = process.env.CHROMIUM || process.env.PATH.split(path.delimiter).map(folder => path.join(folder, 'chromium')).find(file => fs.existsSync(file));
 
 export async function withFrontEnd(server, work, { width = 1800, height = 1000, settings = {} } = {}) {
   const profile = fs.mkdtempSync(path.join(os.tmpdir(), 'frontend-'));
   const context = await chromium.launchPersistentContext(profile, {
-    executablePath: process.env.CHROMIUM || '/usr/bin/chromium',
+    executablePath,
     headless: true,
     viewport: { width, height },
     args: ['--headless', '--no-sandbox', '--disable-gpu', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync'],

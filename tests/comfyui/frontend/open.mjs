@@ -1,6 +1,7 @@
 #!/usr/bin/env node
-// node open.mjs SERVER [--run NAME] [--pictures FOLDER] [--settings JSON] WORKFLOW.json ...: opens workflows in ComfyUI's front end, runs those
-// whose file name is NAME, and prints a JSON list of what the front end said about each. --pictures: where to put a screenshot of each.
+// node open.mjs SERVER [--run NAME] [--pictures FOLDER] [--settings JSON] [--size WxH] WORKFLOW.json ...: opens workflows in ComfyUI's front end,
+// runs the one of that NAME, and prints a JSON list of what the front end said about each. --pictures: where to put a screenshot of each.
+// --settings: of the front end, such as {"Comfy.VueNodes.Enabled": true} for the newer node design, {"Comfy.Locale": "zh"} for Chinese.
 import fs from 'node:fs';
 import path from 'node:path';
 import { parseArgs } from 'node:util';
@@ -46,7 +47,7 @@ const reports = await withFrontEnd(server, async (page, pageErrors) => {
   const reports = [];
   for (const file of files) {
     const name = path.basename(file, '.json'), report = { name, ...(await page.evaluate(load, JSON.parse(fs.readFileSync(file, 'utf8')))) };
-    if (values.run === name || values.run === 'all') report.run = await run(page);
+    if (values.run === name) report.run = await run(page);
     await fit(page);
     report.complaints = await page.evaluate(complaints);
     report.pageErrors = pageErrors.splice(0);
