@@ -178,7 +178,6 @@ def _index(path: Path, change) -> None:
     replace(index, content)
 
 
-@pytest.mark.parametrize("name", [TRANSFORMER, VAE, ENCODER])
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -195,10 +194,10 @@ def _index(path: Path, change) -> None:
     ],
     ids=["missing", "truncated", "broken index", "empty index", "list", "number", "bin", "absent tensor", "unlisted tensor", "two indexes"],
 )
-def test_damaged_shards(paint_damaged, damaged, name, damage, expected):
-    damage(damaged / name, shard(damaged / name))
+def test_damaged_shards(paint_damaged, damaged, damage, expected):
+    damage(damaged / ENCODER, shard(damaged / ENCODER))
     line = paint_damaged()
-    assert expected in line and name.split("/")[0] in line
+    assert expected in line and "text_encoder" in line
 
 
 @pytest.mark.parametrize(

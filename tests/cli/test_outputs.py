@@ -112,28 +112,25 @@ def test_a_failure_in_the_second_picture_keeps_the_first(paint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")], ids=str
-)
-@pytest.mark.parametrize(
-    ("stage", "target", "option"),
+    ("stage", "target", "error", "option"),
     [
-        ("load", "qwen21.checkpoint.Checkpoint.text_encoder", "--dtype bfloat16"),
-        ("load", "qwen21.checkpoint.Checkpoint.vae", "--dtype bfloat16"),
-        ("load", "qwen21.checkpoint.Checkpoint.transformer", "--dtype bfloat16"),
-        ("encode", "qwen21.text_encoder.TextEncoder.encode", "--resolution"),
-        ("vae encode", "qwen21.vae.QwenImage21VAE.encode", "--resolution"),
-        ("prefill", "qwen21.transformer.QwenImage21Transformer.prefill", "--resolution"),
-        ("steps", "qwen21.transformer.QwenImage21Transformer.denoise", "--width"),
-        ("decode", "qwen21.vae.QwenImage21VAE.decode", "--width"),
+        ("load", "checkpoint.Checkpoint.text_encoder", torch.OutOfMemoryError("CUDA out of memory"), "--dtype bfloat16"),
+        ("load", "checkpoint.Checkpoint.vae", MemoryError(), "--dtype bfloat16"),
+        ("load", "checkpoint.Checkpoint.transformer", RuntimeError("can't allocate memory"), "--dtype bfloat16"),
+        ("encode", "text_encoder.TextEncoder.encode", torch.OutOfMemoryError("CUDA out of memory"), "--resolution"),
+        ("vae encode", "vae.QwenImage21VAE.encode", RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "--resolution"),
+        ("prefill", "transformer.QwenImage21Transformer.prefill", torch.OutOfMemoryError("CUDA out of memory"), "--resolution"),
+        ("steps", "transformer.QwenImage21Transformer.denoise", torch.OutOfMemoryError("CUDA out of memory"), "--width"),
+        ("decode", "vae.QwenImage21VAE.decode", MemoryError(), "--width"),
     ],
 )
-def test_out_of_memory_names_stage_and_way_out(paint, tmp_path, monkeypatch, error, stage, target, option):
+def test_out_of_memory_names_stage_and_way_out(paint, tmp_path, monkeypatch, stage, target, error, option):
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
 
     def run_out(*_, **__):
         raise error
 
-    monkeypatch.setattr(target, run_out)
+    monkeypatch.setattr(f"qwen21.{target}", run_out)
     line = paint("--image", tmp_path / "a.png").failed(1)
     assert f"out of memory on cpu in the stage '{stage}'" in line and option in line
     assert not list(paint.output.parent.iterdir())

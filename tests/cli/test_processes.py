@@ -25,14 +25,19 @@ COMMAND = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("long", [("--steps", 10000), ("--steps", 2, "--batch", 10000)], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    ("number", "code", "long"),
+    [
+        (signal.SIGINT, 130, ("--steps", 10000)),
+        (signal.SIGINT, 130, ("--steps", 2, "--batch", 10000)),
+        (signal.SIGTERM, 143, ("--steps", 2, "--batch", 10000)),
+    ],
+    ids=["stop one", "stop batch", "terminate batch"],
+)
 def test_an_interruption_leaves_whole_pictures_only(model_folder, tmp_path, number, code, long):
     process = python(COMMAND, "generate", "a cat", "--model", model_folder, "-o", tmp_path / "out.png", "--width", 64, "--height", 64, *long)
     if "--batch" in long:
