@@ -66,6 +66,10 @@ class Checkpoint:
         weights of temporal size 1 lose that axis and the unused `time_conv` is skipped; of the encoder, head and final norm are."""
         return read_weights(module, self.folder / part, device, _RENAME.get(part, str), squeeze=part == "vae")
 
+    def file_bytes(self, part: str) -> int:
+        """Size of a part's weights on disk."""
+        return sum(path.stat().st_size for path in set(weight_files(self.folder / part).values()))
+
     def encoder_config(self) -> Qwen3VLConfig:
         """transformers' config of the text encoder, with PyTorch's own attention."""
         with _explained(f"{self.folder / 'text_encoder/config.json'}"):

@@ -16,20 +16,28 @@ Prefill = Callable[[PrefixKV, int, int], PrefixKV]
 
 @dataclass
 class CacheStatistics:
-    """Tokens taken from the cache and tokens computed, since the last reset; prefixes asked for and those found whole."""
+    """Since the cache was made: prefixes asked for and those found whole, tokens taken from it and computed, seconds that took."""
 
     asked: int = 0
     found: int = 0
     reused_tokens: int = 0
     computed_tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
 class PrefixCache:
-    """Keeps what was prefilled. `budget` in bytes (None: no bound) covers every device; `precision` is one of prefix.PRECISIONS."""
+    """Keeps what was prefilled.
+
+    `budget` in bytes (None: no bound) covers every device. `precision` is one of prefix.PRECISIONS. `placement` "gpu" leaves keys and
+    values where they are computed, "cpu" moves them to host memory, "auto" does so when less than twice their size is free there, as
+    `room` (device -> bytes) tells.
+    """
 
     budget: int | None = None
     precision: str = "default"
+    placement: str = "auto"
+    room: Callable[[torch.device], float] = lambda _: float("inf")
     tree: PrefixTree = field(default_factory=PrefixTree)
     statistics: CacheStatistics = field(default_factory=CacheStatistics)
 
@@ -74,9 +82,14 @@ class PrefixCache:
         (whole,) = new  # one call makes one part
         for item in rest:
             stop = start + item.segment.length
-            parts.append((whole if item.segment.length == whole.tokens else whole.slice(start, stop)).quantized(self.precision))
+            part = whole if item.segment.length == whole.tokens else whole.slice(start, stop)
+            parts.append(self._placed(part.quantized(self.precision)))
             start = stop
         return parts
+
+    def _placed(self, part: KVPart) -> KVPart:
+        on_host = self.placement == "cpu" or (self.placement == "auto" and self.room(part.device) < 2 * part.nbytes)
+        return part.to(torch.device("cpu")) if on_host else part
 
     def _count(self, reused: int, whole: int) -> None:
         self.statistics.asked += 1
