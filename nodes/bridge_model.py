@@ -25,6 +25,7 @@ from comfy.ldm.modules.attention import optimized_attention
 
 from ..qwen21.checkpoint import Checkpoint
 from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
+from ..qwen21.errors import Qwen21Error
 from ..qwen21.prefix_cache import StoredPrefix
 from ..qwen21.schedule import dynamic_mu
 from ..qwen21.transformer import PrefixKV, QwenImage21Transformer
@@ -168,6 +169,12 @@ class LatentFormat(comfy.latent_formats.LatentFormat):
         return tuple(latent.new_tensor(values)[:, None, None] for values in (self.vae.latents_mean, self.vae.latents_std))
 
     def process_in(self, latent: torch.Tensor) -> torch.Tensor:
+        """Raises Qwen21Error for another model's latents, wherever ComfyUI took them from: a LATENT or a conditioning's references."""
+        if latent.ndim != 4 or latent.shape[1] != self.latent_channels:
+            raise Qwen21Error(
+                f"latents have shape {tuple(latent.shape)}, Qwen-Image 2.1 needs (batch, {self.latent_channels}, rows, columns): encode the picture with the VAE of the "
+                "Qwen-Image 2.1 Loader"
+            )
         mean, std = self._statistics(latent)
         return (latent - mean) / std
 

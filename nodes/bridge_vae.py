@@ -19,8 +19,6 @@ DECODE_BYTES, ENCODE_BYTES = 3300, 1400
 
 
 class QwenImage21ComfyVAE(comfy.sd.VAE):
-    """`references` remembers the latents of reference pictures by their content; it lives and dies with the VAE."""
-
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None):
         with _quiet():
             super().__init__(sd={})  # sets the defaults and, finding no weights, stops there
@@ -33,7 +31,6 @@ class QwenImage21ComfyVAE(comfy.sd.VAE):
         self.device, self.output_device = management.vae_device(), management.intermediate_device()
         self.vae_dtype = dtype or management.vae_dtype(self.device, self.working_dtypes)
         self.config = config
-        self.references: dict[bytes, torch.Tensor] = {}
 
         self.first_stage_model = QwenImage21VAE(config, comfy.ops.disable_weight_init).eval().to(self.vae_dtype)
         management.archive_model_dtypes(self.first_stage_model)

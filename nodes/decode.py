@@ -7,8 +7,9 @@ from comfy_api.latest import io
 
 from ..qwen21.alpha import composite, snap
 from ..qwen21.errors import Qwen21Error, UsageError
+from ..qwen21.pictures import MULTIPLE
 from .common import CATEGORY
-from .references import CHANNELS
+from .references import CHANNELS, check_channels
 
 SNAP, AS_DECODED, OVER = ALPHAS = ("snap", "as decoded", "over colour")
 
@@ -24,7 +25,7 @@ class Qwen21Decode(io.ComfyNode):
             search_aliases=["qwen image 2.1", "vae decode", "alpha", "transparent", "rgba", "sticker"],
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE of the Qwen-Image 2.1 Loader."),
-                io.Latent.Input("latent"),
+                io.Latent.Input("latent", tooltip="From the sampler."),
                 io.Combo.Input(
                     "alpha",
                     options=list(ALPHAS),
@@ -46,8 +47,8 @@ class Qwen21Decode(io.ComfyNode):
         _check(vae, samples)
         background = parse_colour(colour) if alpha == OVER else None
         rgba = vae.decode(samples).movedim(-1, 1)  # (batch, 4, height, width)
-        if "qwen21_crop" in latent:
-            width, height = latent["qwen21_crop"]
+        width, height = latent.get("qwen21_crop", (0, 0))
+        if rgba.shape[2:] == (height + -height % MULTIPLE, width + -width % MULTIPLE):  # not if the latent was scaled meanwhile
             rgba = rgba[:, :, :height, :width]
         if alpha == SNAP:
             rgba = snap(rgba)
@@ -68,7 +69,6 @@ def parse_colour(text: str) -> tuple[float, float, float]:
 def _check(vae, samples: torch.Tensor) -> None:
     if vae is None:
         raise Qwen21Error("no VAE is connected: connect the VAE output of the Qwen-Image 2.1 Loader")
-    if vae.latent_channels != CHANNELS:
-        raise Qwen21Error(f"the VAE has {vae.latent_channels} latent channels, Qwen-Image 2.1 needs {CHANNELS}: connect the VAE of the Qwen-Image 2.1 Loader")
+    check_channels(vae)
     if samples.ndim != 4 or samples.shape[1] != CHANNELS:
         raise Qwen21Error(f"the LATENT has shape {tuple(samples.shape)}, this VAE decodes (batch, {CHANNELS}, rows, columns): take it from a Qwen-Image 2.1 sampler")

@@ -1,5 +1,6 @@
 """Qwen21Encode: prompt, negative prompt and reference pictures as CONDITIONING."""
 
+import torch
 from comfy_api.latest import io
 
 from ..qwen21.errors import UsageError
@@ -49,7 +50,7 @@ class Qwen21Encode(io.ComfyNode):
         if unknown:  # the queue passes keys on that no schema names
             raise UsageError(f"the input {min(unknown)} is not known: reference pictures are images.image_1 to images.{NAMES[-1]}")
         images = images or {}
-        pictures = [picture for name in NAMES if name in images for picture in to_pictures(images[name])]
+        pictures = [picture for name in NAMES if name in images for picture in to_pictures(checked(name, images[name]))]
         if len(pictures) > MAX_REFERENCES:
             raise UsageError(f"{len(pictures)} reference pictures came in (every frame of a batch counts), the model takes at most {MAX_REFERENCES}: leave some out")
         prepared = [prepare(picture, size_policy, resolution or our_encoder(clip).native_resolution) for picture in pictures]
@@ -59,3 +60,11 @@ class Qwen21Encode(io.ComfyNode):
         for conditioning in conditionings:
             conditioning[0][1]["qwen21_references"] = prepared
         return io.NodeOutput(*conditionings)
+
+
+def checked(name: str, image) -> torch.Tensor:
+    """`image` if it is an IMAGE of three or four channels; the queue lets anything through to growing inputs."""
+    if isinstance(image, torch.Tensor) and image.ndim == 4 and image.shape[3] in (3, 4):
+        return image
+    found = f"a tensor of shape {tuple(image.shape)}" if isinstance(image, torch.Tensor) else repr(image)
+    raise UsageError(f"images.{name} is {found}, expected pictures (batch, height, width, 3 or 4): connect an IMAGE")

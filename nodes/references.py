@@ -49,7 +49,9 @@ class Qwen21ReferenceLatents(io.ComfyNode):
 
     @classmethod
     def execute(cls, positive, negative, vae, canvas: str, width: int, height: int, batch_size: int) -> io.NodeOutput:
-        _check_vae(vae)
+        if vae is None:
+            raise Qwen21Error("no VAE is connected: without it references would mean something else; connect the VAE output of the Qwen-Image 2.1 Loader")
+        check_channels(vae)
         prepared: list[Prepared] = positive[0][1].get("qwen21_references", [])
         for conditioning in (positive, negative):
             _check_slots(conditioning, prepared)
@@ -83,9 +85,8 @@ def reference_latents(vae, picture: Image.Image) -> torch.Tensor:
     return latents
 
 
-def _check_vae(vae) -> None:
-    if vae is None:
-        raise Qwen21Error("no VAE is connected: without it references would mean something else; connect the VAE output of the Qwen-Image 2.1 Loader")
+def check_channels(vae) -> None:
+    """Raises Qwen21Error if the VAE is another family's."""
     if vae.latent_channels != CHANNELS or vae.output_channels != 4:
         raise Qwen21Error(
             f"the VAE has {vae.latent_channels} latent and {vae.output_channels} picture channels, Qwen-Image 2.1 needs {CHANNELS} and 4: connect the VAE of the "

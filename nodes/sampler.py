@@ -43,8 +43,8 @@ class Qwen21Sampler(io.ComfyNode):
             description="Paints: text and references are computed once, then every step runs the picture's own tokens against them.",
             search_aliases=["qwen image 2.1", "ksampler", "sample", "denoise", "turbo"],
             inputs=[
-                io.Model.Input("model"),
-                io.Conditioning.Input("positive"),
+                io.Model.Input("model", tooltip="The MODEL of the Qwen-Image 2.1 Loader; LoRAs and the Prefix Cache node may come between."),
+                io.Conditioning.Input("positive", tooltip="From Reference Latents, or from Encode when there are no references."),
                 io.Conditioning.Input("negative", tooltip="Only used when cfg is not 1. May have another length than the positive."),
                 io.Latent.Input("latent", tooltip="The canvas: from Reference Latents or an empty latent; or a picture's latent, with denoise below 1."),
                 io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip="The same seed gives the same noise as in ComfyUI's other samplers."),

@@ -50,7 +50,7 @@ class Qwen21Schedule(io.ComfyNode):
             description="The sigmas of Qwen-Image 2.1 for this canvas, for SamplerCustomAdvanced; and the model with this canvas's shift, for KSampler.",
             search_aliases=["qwen image 2.1", "sigmas", "scheduler", "shift", "turbo", "ModelSamplingFlux"],
             inputs=[
-                io.Model.Input("model"),
+                io.Model.Input("model", tooltip="The MODEL of the Qwen-Image 2.1 Loader: its checkpoint decides the schedule."),
                 io.Latent.Input("latent", tooltip="The canvas: its size decides the shift."),
                 io.Int.Input("steps", default=0, min=0, max=1000, tooltip="0: 40, or as many as the checkpoint's own sigmas."),
                 io.Combo.Input("schedule", options=list(SCHEDULES), default="auto", tooltip="auto follows the checkpoint: Turbo's own 8 sigmas, else shifted by the canvas's size."),
@@ -67,8 +67,8 @@ class Qwen21Schedule(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, latent: dict, steps: int, schedule: str) -> io.NodeOutput:
+        config, _ = schedule_of(model)  # refuses another family before anything else
         samples = prepared_latent(model, latent)
-        config, _ = schedule_of(model)
 
         class Sampling(comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.CONST):
             pass

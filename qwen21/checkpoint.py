@@ -86,7 +86,9 @@ class Checkpoint:
         for path in one_of:
             read_json(path)
         with _explained(f"the picture processor in {folder}"):
-            processor = PictureProcessor.from_pretrained(folder, local_files_only=True)
+            values, _ = PictureProcessor.get_image_processor_dict(folder, local_files_only=True)
+            limits = values.get("size", {})  # which transformers 4.57 forgets, unless it is told in the older words
+            processor = PictureProcessor.from_dict({"min_pixels": limits.get("shortest_edge"), "max_pixels": limits.get("longest_edge")} | values)
             smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
         if not isinstance(smallest, int) or not isinstance(largest, int) or not 0 < smallest <= largest:
             raise Qwen21Error(f"the picture processor in {folder} has a `size` of {smallest} to {largest} pixels, expected a range: download it again")

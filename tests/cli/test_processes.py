@@ -140,6 +140,7 @@ def test_processor_files_of_other_versions(paint, damaged, tmp_path):
     Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
     path = damaged / "processor/preprocessor_config.json"
     config = json.loads(path.read_text())
+    assert dict(Checkpoint(damaged).picture_processor().size).items() >= config["size"].items()
     limits = {"min_pixels": config["size"]["shortest_edge"], "max_pixels": config["size"]["longest_edge"]}
     written = []
     for file, content in [

@@ -1,0 +1,253 @@
+"""What may change the model or where it lies: LoRA, hooks, wrappers, unloading, and the Prefix Cache node."""
+
+import comfy.model_management
+import comfy.patcher_extension
+import folder_paths
+import torch
+from graph import call, close, core, core_noise, core_paint, core_sigmas, core_transformer, core_vae, core_velocity, counted, differs, encode, equal, folder
+from graph import loaded, picture, prepared, references, sample, samples
+from safetensors.torch import save_file
+
+LAYERS = ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_out.0", "transformer_blocks.2.img_mlp.gate_layer", "transformer_blocks.3.img_mlp.out", "img_in")
+LAYOUTS = {
+    "peft": ("transformer.{}.lora_A.weight", "transformer.{}.lora_B.weight"),
+    "comfyui": ("diffusion_model.{}.lora_A.weight", "diffusion_model.{}.lora_B.weight"),
+    "down and up": ("diffusion_model.{}.lora_down.weight", "diffusion_model.{}.lora_up.weight"),
+    "bare": ("{}.lora_A.weight", "{}.lora_B.weight"),
+    "kohya": ("lora_unet_{}.lora_down.weight", "lora_unet_{}.lora_up.weight"),
+}
+
+
+def write_lora(layout: str, rank: int = 2) -> tuple[str, dict[str, torch.Tensor]]:
+    """A LoRA file among ComfyUI's, and what it adds to each weight."""
+    generator, state, deltas = torch.manual_seed(3), {}, {}
+    for layer in LAYERS:
+        weight = core_transformer().get_submodule(layer).weight
+        a = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
+        b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+        name = layer.replace(".", "_") if layout == "kohya" else layer
+        state |= {key.format(name): value for key, value in zip(LAYOUTS[layout], (a, b))}
+        deltas[layer] = b @ a
+    file = f"{layout.replace(' ', '-')}.safetensors"
+    save_file(state, f"{folder_paths.get_folder_paths('loras')[0]}/{file}")
+    return file, deltas
+
+
+def with_lora(layout: str = "peft", strength: float = 1.0):
+    return call("LoraLoaderModelOnly", model=loaded()[0], lora_name=write_lora(layout)[0], strength_model=strength)[0]
+
+
+def core_with_lora(deltas: dict, strength: float = 1.0):
+    """The core's transformer with the LoRA added to its weights by hand."""
+    model = core("qwen21.checkpoint").Checkpoint(folder()).transformer(torch.device("cpu"), torch.float32)
+    for layer, delta in deltas.items():
+        model.get_submodule(layer).weight.data += strength * delta
+    return model
+
+
+def check_lora_of_every_layout_and_without_it_again():
+    parts = prepared(pictures=1)
+    plain = samples(loaded()[0], *parts)
+    for layout in LAYOUTS:
+        file, deltas = write_lora(layout)
+        model = call("LoraLoaderModelOnly", model=loaded()[0], lora_name=file, strength_model=0.7)[0]
+        found = samples(model, *parts)
+        close(found, core_paint(core_velocity(parts[0], core_with_lora(deltas, 0.7)), parts[2]), what=layout)
+        differs(found, plain, what=layout)
+        equal(samples(loaded()[0], *parts), plain, f"after {layout} was taken away")
+
+
+def check_strength_zero_is_no_lora():
+    parts = prepared(pictures=1)
+    equal(samples(with_lora(strength=0), *parts), samples(loaded()[0], *parts))
+
+
+def check_lora_hook_is_computed_anew():
+    """A hook's weights come and go between the calls of a step: keys and values must never be those of other weights."""
+    positive, negative, latent = prepared("a red star", "blurry, dark", 1)
+    file, deltas = write_lora("peft")
+    hooks = call("CreateHookLora", lora_name=file, strength_model=1.0, strength_clip=0.0)[0]
+    hooked = call("ConditioningSetProperties", cond_NEW=positive, strength=1.0, set_cond_area="default", hooks=hooks)[0]
+    model = loaded()[0]
+    plain = samples(model, positive, negative, latent)
+    with_hook = samples(model, hooked, negative, latent)
+    close(with_hook, samples(with_lora(), positive, negative, latent), what="hooked as a loaded LoRA")
+    differs(with_hook, plain)
+    guided, changed = core("qwen21.sampling").guided, core_velocity(positive, core_with_lora(deltas))
+    expected = core_paint(guided(changed, core_velocity(negative), 3.0), latent)
+    close(samples(model, hooked, negative, latent, cfg=3.0), expected, what="hook on the positive only")
+    expected = core_paint(guided(changed, core_velocity(positive), 3.0), latent)
+    close(samples(model, hooked, positive, latent, cfg=3.0), expected, what="the same prompt with and without the hook")
+    equal(samples(model, positive, negative, latent), plain, "after the hook")
+
+
+def check_hook_set_on_the_clip():
+    file, _ = write_lora("peft")
+    hooks = call("CreateHookLora", lora_name=file, strength_model=1.0, strength_clip=0.0)[0]
+    clip = call("SetClipHooks", clip=loaded()[1], apply_to_conds=True, schedule_clip=False, hooks=hooks)[0]
+    images = {"image_1": picture()}
+    parts = references(*encode("a red star", "", images, clip=clip))
+    close(samples(loaded()[0], *parts), samples(with_lora(), *references(*encode("a red star", "", images))))
+
+
+def check_wrapper_that_changes_the_context_each_step():
+    positive, negative, latent = prepared(pictures=1)
+    model, step = loaded()[0].clone(), []
+
+    def louder(executor, x, timesteps, context, *args, **kwargs):
+        step.append(1)
+        return executor(x, timesteps, context * len(step), *args, **kwargs)
+
+    model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", louder)
+    found = samples(model, positive, negative, latent)
+    x, sigmas = core_noise(latent), core_sigmas(6, 4)
+    for i in range(3):
+        velocity = core_velocity([[positive[0][0] * (i + 1), positive[0][1]]])
+        x = core("qwen21.sampling").euler(x, sigmas[i : i + 2], velocity)
+    close(found, core_vae().denormalize(x))
+
+
+def check_context_overwritten_in_place():
+    """A wrapper may reuse one buffer for what it hands in."""
+    positive, negative, latent = prepared()
+    model, buffer = loaded()[0].clone(), positive[0][0].clone()
+
+    def louder(executor, x, timesteps, context, *args, **kwargs):
+        buffer.mul_(1.5)
+        return executor(x, timesteps, buffer, *args, **kwargs)
+
+    model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", louder)
+    with counted(model.model.diffusion_model, "prefill") as prefills:
+        samples(model, positive, negative, latent)
+    assert len(prefills) == 3
+
+
+def check_unloaded_model_runs_again():
+    parts = prepared(pictures=1)
+    before = samples(loaded()[0], *parts, cfg=2.0)
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+    equal(samples(loaded()[0], *prepared(pictures=1), cfg=2.0), before)
+
+
+def check_interrupted_run_leaves_nothing_behind():
+    model, parts = loaded()[0], prepared("a red star", "blurry", 1)
+    before = samples(model, *parts)
+
+    def stop(executor, *args, **kwargs):
+        if model.model.diffusion_model.run.prefixes:
+            raise comfy.model_management.InterruptProcessingException
+        return executor(*args, **kwargs)
+
+    broken = model.clone()
+    broken.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", stop)
+    try:
+        samples(broken, *parts)
+        raise AssertionError("the interrupt was swallowed")
+    except comfy.model_management.InterruptProcessingException:
+        pass
+    assert not model.model.diffusion_model.run.prefixes
+    equal(samples(model, *parts), before)
+
+
+def cached(device: str = "auto", precision: str = "default", budget_mb: int = 0):
+    return call("Qwen21PrefixCache", model=loaded()[0], budget_mb=budget_mb, device=device, precision=precision)[0]
+
+
+def check_cache_devices():
+    parts = prepared("a red star", "blurry, dark", 1)
+    expected = samples(loaded()[0], *parts, cfg=2.0)
+    for device, prefills in (("auto", 2), ("gpu", 2), ("cpu", 2), ("off", 6)):
+        model = cached(device)
+        with counted(model.model.diffusion_model, "prefill") as calls:
+            out, report = sample(model, *parts, cfg=2.0)
+        equal(out["samples"], expected, device)
+        assert len(calls) == prefills, f"{device}: {len(calls)} prefills"
+        assert (device == "off") == ("K/V 0.0 MiB" in report) or "K/V" in report, report
+
+
+def check_cache_precisions():
+    parts = prepared("a red star", "blurry, dark", 1)
+    expected = samples(loaded()[0], *parts)
+    sizes = {}
+    for precision in ("default", "fp8_v", "fp8_kv"):
+        found = samples(cached("cpu", precision), *parts)
+        if precision != "default":
+            close(found, expected, 0.3, precision)
+            differs(found, expected, 1e-5, precision)
+        sizes[precision] = loaded()[0].model.diffusion_model.run.statistics.kv_bytes
+    assert sizes["fp8_kv"] < sizes["fp8_v"] < sizes["default"], sizes
+    assert sizes["default"] / sizes["fp8_kv"] > 3.5, sizes  # float32 to 8 bits and a scale
+
+
+def check_cache_budget():
+    """What does not fit goes to host memory, which on a CPU shows in the kind of object kept."""
+    stored, kv = core("qwen21.prefix_cache").StoredPrefix, core("qwen21.transformer").PrefixKV
+    settings, device = core("nodes.bridge_model").CacheSettings, torch.device("cpu")
+    prefix = core_transformer().prefill(torch.randn(1, 5, 64))
+    assert isinstance(settings(budget=prefix.nbytes).store(prefix, device), kv)
+    assert isinstance(settings(budget=prefix.nbytes - 1).store(prefix, device), stored)
+    assert isinstance(settings(budget=1, device="gpu").store(prefix, device), kv)
+    assert isinstance(settings(budget=1 << 40, device="cpu").store(prefix, device), stored)
+
+
+def check_cache_node_leaves_its_input_alone():
+    model = loaded()[0]
+    cached("off", "fp8_kv", 512)
+    assert core("nodes.bridge_model").CACHE_OPTION not in model.model_options["transformer_options"]
+
+
+def check_memory_estimate_counts_references_and_their_keys():
+    model = loaded()[0].model
+    plain, pictures = prepared()[0], prepared(pictures=2)[0]
+    shapes = [model.extra_conds_shapes(**conditioning[0][1], cross_attn=conditioning[0][0]) for conditioning in (plain, pictures)]
+    assert shapes[1]["ref_latents"] == [1, 64, sum(one.shape[2] * one.shape[3] for one in pictures[0][1]["reference_latents"])]
+    without, with_two = (model.memory_required([1, 64, 6, 4], {key: [value] for key, value in shape.items()}) for shape in shapes)
+    kv = 2 * 4 * 128 * 4 * (shapes[1]["c_crossattn"][1] - shapes[0]["c_crossattn"][1] + shapes[1]["ref_latents"][2])
+    assert with_two - without > kv, (with_two, without)
+    with counted(type(model), "memory_required") as calls:
+        samples(loaded()[0], *prepared(pictures=2))
+    assert any((args[2] if len(args) > 2 else kwargs.get("cond_shapes", {})).get("ref_latents") for args, kwargs in calls), "ComfyUI's own estimate lacks the references"
+
+
+def check_attention_is_comfyuis_choice():
+    """An override that a node puts into the model's options is asked for every unmasked call."""
+    asked, parts = [], prepared(pictures=1)
+    model = loaded()[0].clone()
+
+    def override(function, *args, **kwargs):
+        asked.append(args[0].shape)
+        return function(*args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    equal(samples(model, *parts), samples(loaded()[0], *parts))
+    assert len(asked) == 3 + 4 * 3, len(asked)  # the picture in each layer but the last, and four layers a step
+
+
+def check_model_nodes_of_comfyui():
+    parts = prepared(pictures=1)
+    expected = samples(loaded()[0], *parts)
+    merged = call("ModelMergeSimple", model1=loaded()[0], model2=loaded("turbo")[0], ratio=1.0)[0]
+    equal(samples(merged, *parts), expected, "merged with nothing of the other")
+    merged = call("ModelMergeSimple", model1=loaded()[0], model2=loaded("turbo")[0], ratio=0.0)[0]
+    velocity = core_velocity(parts[0], core_transformer("turbo"))
+    close(samples(merged, *parts), core_paint(velocity, parts[2]), what="merged with all of the other")
+    equal(samples(loaded()[0], *parts), expected, "after the merge")
+    half = call("ModelComputeDtype", model=loaded()[0], dtype="bf16")[0]
+    close(samples(half, *parts), expected, 0.5, "computed in bfloat16")
+    differs(samples(half, *parts), expected, 1e-4, "computed in bfloat16")
+    equal(samples(loaded()[0], *parts), expected, "float32 again")
+
+
+def check_bfloat16_weights():
+    model = call("Qwen21Loader", checkpoint="random", weight_dtype="bfloat16")[0]
+    assert model.model.get_dtype() == torch.bfloat16
+    parts = prepared(pictures=1)
+    close(samples(model, *parts), samples(loaded()[0], *parts), 0.2)
+
+
+def check_parts_of_another_checkpoint():
+    _, clip, vae = call("Qwen21Loader", checkpoint="random", text_encoder="turbo", vae="turbo")
+    differs(encode("a red star", clip=clip)[0][0][0], encode("a red star")[0][0][0])
+    equal(encode("a red star", clip=clip)[0][0][0], encode("a red star", clip=loaded("turbo")[1])[0][0][0])
+    assert not torch.equal(vae.first_stage_model.decoder.conv_in.weight, loaded()[2].first_stage_model.decoder.conv_in.weight)
