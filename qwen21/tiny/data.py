@@ -1,6 +1,5 @@
 """Training data: tasks drawn on all processor cores, their pictures rendered and encoded once on the GPU and kept there."""
 
-import multiprocessing
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from .grammar import COMPOSITIONS, EDITS, draw_task
 from .layout import GRIDS, LARGE_GRIDS, REFERENCE_GRIDS, REFERENCE_TOKENS, ROOMS, SMALL_GRIDS, Layouter, Room
 from .tokens import load_tokenizer
 
-BLANK = {"t2i": 0.08, "large": 0.08, "edit": 0.03, "two": 0.0, "three": 0.0}  # of prompts, for classifier-free guidance
+BLANK = {"t2i": 0.08, "large": 0.08, "edit": 0.03, "compose": 0.0}  # of prompts, for classifier-free guidance
 SQUARE = 0.85  # of the pictures are 256 x 256
 EDIT_WEIGHTS = (4, 3, 4, 3, 3, 3, 1, 1)  # how often each of EDITS is drawn
 LAYOUT_KEYS = ("ids", "vision", "text_position", "source", "position", "block", "length", "frame", "reference_grids", "target_grid")
@@ -23,7 +22,7 @@ LAYOUT_KEYS = ("ids", "vision", "text_position", "source", "position", "block", 
 def draw_kind(rng: random.Random, room: str) -> str:
     if room == "edit":
         return rng.choices(EDITS, EDIT_WEIGHTS)[0]
-    return {"two": rng.choice(COMPOSITIONS[:4]), "three": "gather three"}.get(room, "t2i")
+    return rng.choice(COMPOSITIONS) if room == "compose" else "t2i"
 
 
 def draw_grids(rng: random.Random, room: str, references: int) -> tuple[list[int], int]:
@@ -41,38 +40,37 @@ def draw_grids(rng: random.Random, room: str, references: int) -> tuple[list[int
 
 
 def draw_samples(room: str, count: int, seed: int) -> dict[str, np.ndarray]:
-    """Layouts and packed scenes of `count` random samples."""
-    rng, layouter = random.Random(seed), Layouter(load_tokenizer())
-    arrays, scenes, targets = [], [], []
+    """Layouts and packed scenes of `count` random samples. `reference_of` says which slot each reference fills: sample * slots + index."""
+    rng, layouter, slots = random.Random(seed), Layouter(load_tokenizer()), ROOMS[room].references
+    arrays, scenes, targets, reference_of = [], [], [], []
     while len(arrays) < count:
         task = draw_task(rng, draw_kind(rng, room))
         grids, target = draw_grids(rng, room, len(task.references))
         layout = layouter("" if rng.random() < BLANK[room] else task.prompt, grids, target, ROOMS[room])
         if layout:
+            reference_of.extend(range(len(arrays) * slots, len(arrays) * slots + len(grids)))
             arrays.append(layout)
             scenes.extend(task.references)
             targets.append(task.target)
-    out = {key: np.stack([a[key] for a in arrays]) for key in LAYOUT_KEYS}
+    out = {key: np.stack([a[key] for a in arrays]) for key in LAYOUT_KEYS} | {"reference_of": np.array(reference_of, dtype=np.int64)}
     for name, group in (("reference", scenes), ("target", targets)):
         if group:
             out[f"{name}_things"], out[f"{name}_backgrounds"] = (x.numpy() for x in world.pack(group))
     return out
 
 
-def _draw(arguments: tuple) -> dict[str, np.ndarray]:
-    return draw_samples(*arguments)
+def _draw(arguments: tuple) -> tuple[str, dict[str, np.ndarray]]:
+    return arguments[0], draw_samples(*arguments)
 
 
-def draw_many(counts: dict[str, int], seed: int, processes: int, chunk: int = 1000) -> dict[str, dict[str, np.ndarray]]:
-    """Samples of every room, drawn by `processes` forked workers."""
-    jobs = [(room, min(chunk, count - start), seed * 1_000_000 + index * 10_000 + start // chunk)
-            for index, (room, count) in enumerate(counts.items()) for start in range(0, count, chunk)]  # fmt: skip
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        parts = pool.map(_draw, jobs, chunksize=1)
-    return {
-        room: {key: np.concatenate([part[key] for part, job in zip(parts, jobs) if job[0] == room]) for key in next(p for p, j in zip(parts, jobs) if j[0] == room)}
-        for room in counts
-    }
+def draw_chunks(pool, counts: dict[str, int], seed: int, chunk: int = 1000):
+    """(room, samples) pairs of up to `chunk` samples as a pool of processes draws them, all rooms growing alike."""
+    jobs = [
+        (start / count, (room, min(chunk, count - start), seed * 1_000_000 + index * 10_000 + start // chunk))
+        for index, (room, count) in enumerate(counts.items())
+        for start in range(0, count, chunk)
+    ]
+    return pool.imap(_draw, [job for _, job in sorted(jobs)])
 
 
 def collate(layouts: Sequence[dict[str, np.ndarray]], room: Room) -> Batch:
@@ -88,38 +86,51 @@ def collate(layouts: Sequence[dict[str, np.ndarray]], room: Room) -> Batch:
 
 
 class Samples:
-    """The samples of one room, on the device."""
+    """The samples of one room on the device. Drawn from while it is still being filled: `ready` counts what is there."""
 
-    def __init__(self, room: Room, drawn: dict[str, np.ndarray], encode: Callable[[torch.Tensor], torch.Tensor], device: torch.device, paint=world.paint, chunk: int = 256):
-        """`encode` maps pixels (chunk, 4, height, width) to normalised latents (chunk, 64, rows, columns)."""
-        self.room, self.count = room, len(drawn["ids"])
-        self.arrays = [torch.from_numpy(drawn[key]).to(device) for key in LAYOUT_KEYS]
-        self.target = self._pictures(drawn, "target", room.target, encode, device, paint, chunk)[0]
-        if room.references:
-            latents, patches = self._pictures(drawn, "reference", REFERENCE_TOKENS, encode, device, paint, chunk)
-        else:
-            latents, patches = torch.zeros(0, REFERENCE_TOKENS, 64, device=device), torch.zeros(0, REFERENCE_TOKENS, 768, dtype=torch.uint8, device=device)
-        self.reference_latents = latents.view(self.count, room.references, REFERENCE_TOKENS, 64)
-        self.patches = patches.view(self.count, room.references, REFERENCE_TOKENS, 768)
+    def __init__(self, name: str, count: int, encode: Callable[[torch.Tensor], torch.Tensor], device: torch.device, paint=world.paint, chunk: int = 256):
+        """`encode(pixels, square)` maps (chunk, 4, height, width) to normalised latents; `square` says that the shape is always (chunk, 4, 256, 256)."""
+        self.room, self.ready, self.encode, self.paint, self.chunk = ROOMS[name], 0, encode, paint, chunk
+        self.colours = world.palette(device)
+        room, empty = self.room, lambda *shape, dtype=torch.bfloat16: torch.zeros(count, *shape, dtype=dtype, device=device)
+        example = draw_samples(name, 1, 0)
+        self.arrays = [empty(*example[key].shape[1:], dtype=torch.int16) for key in LAYOUT_KEYS]
+        self.target = empty(room.target, 64)
+        self.reference_latents = empty(room.references, REFERENCE_TOKENS, 64)
+        self.patches = empty(room.references, REFERENCE_TOKENS, 768, dtype=torch.uint8)
 
     @torch.no_grad()
-    def _pictures(self, drawn, name, tokens, encode, device, paint, chunk):
+    def add(self, drawn: dict[str, np.ndarray]) -> None:
+        """Render and encode what `draw_samples` made."""
+        start, count, device = self.ready, len(drawn["ids"]), self.target.device
+        for array, key in zip(self.arrays, LAYOUT_KEYS):
+            array[start : start + count] = torch.from_numpy(drawn[key]).to(device)
+        slots, used = self.room.references, drawn["reference_of"]
+        for index, latents, _ in self._pictures(drawn, "target", drawn["target_grid"]):
+            self.target[start + index] = self.to_tokens(latents, self.room.target).to(torch.bfloat16)
+        if slots:
+            flat_latents, flat_patches = self.reference_latents.flatten(0, 1), self.patches.flatten(0, 1)
+            where = start * slots + torch.from_numpy(used).to(device)
+            for index, latents, pixels in self._pictures(drawn, "reference", drawn["reference_grids"].reshape(-1)[used]):
+                flat_latents[where[index]] = self.to_tokens(latents, REFERENCE_TOKENS).to(torch.bfloat16)
+                flat_patches[where[index]] = self.to_patches(pixels)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        self.ready += count
+
+    def _pictures(self, drawn: dict[str, np.ndarray], name: str, grids: np.ndarray):
+        """(indices, latents, pixels) of the pictures `name`, size by size."""
+        device = self.target.device
         things, backgrounds = (torch.from_numpy(drawn[f"{name}_{part}"]).to(device) for part in ("things", "backgrounds"))
-        grids, colours = drawn["target_grid" if name == "target" else "reference_grids"].reshape(-1), world.palette(device)
-        latents = torch.zeros(len(things), tokens, 64, dtype=torch.bfloat16, device=device)
-        patches = torch.zeros(len(things) if name == "reference" else 0, REFERENCE_TOKENS, 768, dtype=torch.uint8, device=device)
         for grid in np.unique(grids):
             rows, columns = GRIDS[grid]
-            step = max(1, chunk * 256 // max(256, rows * columns))
             square = rows == columns == 16
+            step = max(1, self.chunk * 256 // max(256, rows * columns))
             for index in torch.from_numpy(np.flatnonzero(grids == grid)).to(device).split(step):
                 full = torch.cat([index, index[:1].expand(step - len(index))]) if square else index  # one compiled shape
-                pixels = world.render(things[full], backgrounds[full], 16 * rows, 16 * columns, colours, paint if square else world.paint)
-                pixels = ((pixels * 127.5 + 127.5).round() / 127.5 - 1)[:, :, :, :]  # what a PNG keeps
-                latents[index] = self.to_tokens(encode(pixels, square)[: len(index)], tokens).to(torch.bfloat16)
-                if len(patches):
-                    patches[index] = self.to_patches(pixels[: len(index)])
-        return latents, patches
+                pixels = world.render(things[full], backgrounds[full], 16 * rows, 16 * columns, self.colours, self.paint if square else world.paint)
+                pixels = (pixels * 127.5 + 127.5).round() / 127.5 - 1  # what a PNG keeps
+                yield index, self.encode(pixels, square)[: len(index)], pixels[: len(index)]
 
     @staticmethod
     def to_tokens(latents: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -141,7 +152,7 @@ class Samples:
         return Batch(*(a[index] for a in self.arrays), patches=self.patches[index], reference_latents=self.reference_latents[index], target=self.target[index])
 
     def random(self, count: int) -> Batch:
-        return self.batch(torch.randint(0, self.count, (count,), device=self.target.device))
+        return self.batch(torch.randint(0, self.ready, (count,), device=self.target.device))
 
 
 def processes() -> int:

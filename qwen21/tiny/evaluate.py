@@ -9,7 +9,6 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,11 +118,10 @@ def _score(pair: tuple[Job, np.ndarray]) -> dict[str, float]:
     return score(*pair)
 
 
-def score_all(jobs: Sequence[Job], pictures: Sequence[np.ndarray], processes: int = 2) -> list[dict[str, float]]:
-    if processes < 2:
-        return [score(job, picture) for job, picture in zip(jobs, pictures)]
-    with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(_score, zip(jobs, pictures), chunksize=16))
+def score_all(jobs: Sequence[Job], pictures: Sequence[np.ndarray], pool=None) -> list[dict[str, float]]:
+    """`pool` is anything with a `map` (multiprocessing.Pool, say); without, one after another."""
+    pairs = list(zip(jobs, pictures))
+    return list(pool.map(_score, pairs, chunksize=8)) if pool else [score(*pair) for pair in pairs]
 
 
 def summarize(jobs: Sequence[Job], scores: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -142,13 +140,13 @@ def summarize(jobs: Sequence[Job], scores: Sequence[dict[str, float]]) -> dict[s
     return table
 
 
-def reader_bounds(jobs: Sequence[Job], processes: int = 2) -> dict[str, dict[str, float]]:
+def reader_bounds(jobs: Sequence[Job], pool=None) -> dict[str, dict[str, float]]:
     """The reader on the generator's own pictures, with the right captions and with those of other pictures."""
     jobs = [job for job in jobs if job.group == "text to image"]
     pictures = [np.asarray(world.picture(job.task.target, job.height, job.width)) for job in jobs]
     shifted = jobs[1:] + jobs[:1]
     return {
-        name: next(iter(summarize(asked, score_all(asked, pictures, processes)).values()))
+        name: next(iter(summarize(asked, score_all(asked, pictures, pool)).values()))
         for name, asked in (("own pictures", jobs), ("shuffled captions", shifted))
     }
 
@@ -259,7 +257,7 @@ def reconstructions(model: Path | str, count: int = 200) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def reconstruction_scores(vae, jobs: Sequence[Job], device="cpu", processes: int = 2) -> dict[str, float]:
+def reconstruction_scores(vae, jobs: Sequence[Job], device="cpu", pool=None) -> dict[str, float]:
     things, backgrounds = (x.to(device) for x in world.pack([job.task.target for job in jobs]))
     pictures, errors, alpha_errors = [], [], []
     for i in range(0, len(jobs), 16):
@@ -271,7 +269,7 @@ def reconstruction_scores(vae, jobs: Sequence[Job], device="cpu", processes: int
         alpha_errors.append(alpha[backgrounds[i : i + 16, 0] == world.CLEAR])
         pictures.extend((made.permute(0, 2, 3, 1) * 127.5 + 127.5).round().clamp(0, 255).byte().cpu().numpy())
     decibels = lambda e: round(float((-10 * torch.cat(e).clamp(min=1e-10).log10()).mean()), 2)  # noqa: E731
-    (scores,) = summarize(jobs, score_all(jobs, pictures, processes)).values()
+    (scores,) = summarize(jobs, score_all(jobs, pictures, pool)).values()
     return {"rgb dB": decibels(errors), "alpha dB": decibels(alpha_errors)} | scores
 
 

@@ -33,7 +33,7 @@ class Room:
         return self.text + self.references * REFERENCE_TOKENS
 
 
-ROOMS = {"t2i": Room(56), "large": Room(56, target=1024), "edit": Room(48, 1), "two": Room(56, 2), "three": Room(64, 3)}
+ROOMS = {"t2i": Room(56), "large": Room(56, target=1024), "edit": Room(48, 1), "compose": Room(64, 3)}
 
 
 def padded(values: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
@@ -67,7 +67,7 @@ class Layouter:
         return self.system + room.text + room.references * VISION_TOKENS
 
     def __call__(self, prompt: str, references: list[int], target: int, room: Room) -> dict[str, np.ndarray] | None:
-        """The arrays of one sample, pictures given as indices into GRIDS; None if the prompt is too long for the room.
+        """The arrays of one sample, pictures given as indices into GRIDS; None if the prompt is too long for the room. Fewer references fit, too.
 
         ids, vision, text_position: the encoder's tokens (vision: index into the sample's 64-a-picture vision tokens, or -1);
         source, position, block: the prefix's tokens (source: encoder token, or encoder length + 256 * picture + latent; block: picture, or -1);
@@ -104,5 +104,5 @@ class Layouter:
         return {
             "ids": padded(join(ids), encoder, self.pad), "vision": padded(join(vision), encoder, -1), "text_position": padded(join(places), encoder),
             "source": padded(join(source), room.prefix), "position": padded(join(position), room.prefix), "block": padded(join(block), room.prefix, -1),
-            "length": np.int16(sum(len(s) for s in source)), "frame": np.int16(p), "reference_grids": np.array(references, dtype=np.int16), "target_grid": np.int16(target),
+            "length": np.int16(sum(len(s) for s in source)), "frame": np.int16(p), "reference_grids": padded(np.array(references, dtype=np.int16), room.references), "target_grid": np.int16(target),
         }  # fmt: skip

@@ -62,7 +62,11 @@ class Run:
     def same_weights(self, tensors) -> None:
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor.data, 0)
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
 
     def gather(self, value) -> list:
         """Every process's value, for the first process."""

@@ -5,6 +5,8 @@ against the same prefix. The VAE is frozen, its latents are computed once.
 """
 
 import math
+import multiprocessing
+import threading
 import time
 from pathlib import Path
 
@@ -17,21 +19,22 @@ from ..sampling import initial_noise
 from ..schedule import dynamic_sigmas
 from . import world
 from .batched import PLAIN_BLOCKS, Compiler, Denoiser, TextEncoder
-from .data import Samples, collate, draw_many, processes
-from .evaluate import STEPS, Job, contact_sheet, draw_jobs, format_table, reconstruction_scores, score_all, summarize
+from .data import Samples, collate, draw_chunks, draw_samples, processes
+from .evaluate import STEPS, Job, contact_sheet, draw_jobs, format_table, score_all, summarize
 from .layout import GRIDS, REFERENCE_TOKENS, ROOMS, Layouter
 from .models import new_text_encoder, new_transformer
 from .muon import Muon
+from .reader import templates
 from .run import MovingAverage, Run
 from .tokens import load_tokenizer
 from .train_vae import new_vae
 
 # Samples kept, by room, in each process.
-COUNTS = {"t2i": 120_000, "edit": 80_000, "two": 14_000, "three": 5_000, "large": 5_000}
+COUNTS = {"t2i": 120_000, "edit": 80_000, "compose": 16_000, "large": 4_000}
 # A step trains "t2i", "edit" and one of the others in turn: (prompts, noise levels a prompt, weight).
 EVERY_STEP = {"t2i": (192, 1, 0.4), "edit": (128, 2, 0.45)}
-IN_TURN = ("two", "large", "two", "three")
-TURN = {"two": (48, 2, 0.2), "three": (24, 2, 0.2), "large": (24, 1, 0.2)}
+IN_TURN = ("compose", "large", "compose", "compose")
+TURN = {"compose": (40, 2, 0.2), "large": (24, 1, 0.2)}
 SHIFT = 0.5  # mu of the schedule at 256 x 256
 
 
@@ -65,7 +68,7 @@ class BatchPainter:
         by_room: dict[tuple[str, int], list[int]] = {}
         for index, job in enumerate(jobs):
             grid = GRIDS.index((job.height // 16, job.width // 16))
-            name = ("t2i", "edit", "two", "three")[len(job.task.references)]
+            name = ("t2i", "edit", "compose", "compose")[len(job.task.references)]
             by_room.setdefault(("large" if not job.task.references and math.prod(GRIDS[grid]) > 256 else name, grid), []).append(index)
         for (name, grid), indices in by_room.items():
             for start in range(0, len(indices), chunk):
@@ -83,8 +86,9 @@ class BatchPainter:
             pixels = world.render(*(x.to(device) for x in world.pack([scene for i in fits for scene in jobs[i].task.references])), 256, 256, world.palette(device))
             pixels = (pixels * 127.5 + 127.5).round() / 127.5 - 1
             latents = torch.cat([(self.vae.encode(x) - self.mean) / self.std for x in pixels.split(64)])
-            shape = (len(fits), room.references, REFERENCE_TOKENS)
-            batch = batch._replace(patches=Samples.to_patches(pixels).view(*shape, 768), reference_latents=Samples.to_tokens(latents, REFERENCE_TOKENS).view(*shape, 64))
+            slots = [row * room.references + i for row, job in enumerate(fits) for i in range(len(jobs[job].task.references))]
+            batch.patches.flatten(0, 1)[slots] = Samples.to_patches(pixels)
+            batch.reference_latents.flatten(0, 1)[slots] = Samples.to_tokens(latents, REFERENCE_TOKENS)
         rows, columns = GRIDS[grid]
         x = Samples.to_tokens(torch.cat([initial_noise(jobs[i].seed, rows, columns) for i in fits]).to(device), room.target)
         sigmas = dynamic_sigmas(ScheduleConfig(), STEPS, rows * columns).tolist()
@@ -101,31 +105,42 @@ class BatchPainter:
 
 def train(
     out: Path, vae: Path, seconds: float, seed: int = 0, rate: float = 2e-3, matrix_rate: float = 0.02, fall: float = 0.5, start: Path | None = None,
-    data: float = 1.0, batch: float = 1.0, evaluate: float = 1.0,
+    data: float = 1.0, batch: float = 1.0, evaluate: float = 1.0, end_at: float = 0.0,
 ) -> None:  # fmt: skip
     """Train for `seconds`, the last fraction `fall` with a falling rate. `vae` is the folder of that stage, `start` one of this stage to go on from.
 
-    `data` and `batch` scale the number of samples kept and trained on in a step, `evaluate` that of the prompts scored (0: none).
+    `end_at` (unix time) takes the place of `seconds`, so that compilation counts too. `data` and `batch` scale the number of samples kept and trained on in a step, `evaluate` that of the prompts scored (0: none).
     """
-    run = Run("joint", out, seed, seconds=seconds, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts={k: round(v * data) for k, v in COUNTS.items()},
-              every_step=EVERY_STEP, in_turn={name: TURN[name] for name in IN_TURN}, batch=batch)  # fmt: skip
+    templates()  # before the workers are forked, so that they share them
+    pool = multiprocessing.get_context("fork").Pool(processes())  # before CUDA wakes up
+    counts = {name: max(8, round(count * data)) for name, count in COUNTS.items()}
+    run = Run("joint", out, seed, seconds=seconds, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts=counts, every_step=EVERY_STEP,
+              in_turn={name: TURN[name] for name in IN_TURN}, batch=batch)  # fmt: skip
     torch._dynamo.config.cache_size_limit = 64
-    drawn = draw_many({name: max(8, round(count * data)) for name, count in COUNTS.items()}, 1 + 100 * seed + run.rank, processes())
-    run.log("drawn", prompts=sum(len(d["ids"]) for d in drawn.values()))
+    drawn = draw_chunks(pool, counts, 1 + 100 * seed + run.rank, chunk=1000 if run.cuda else 8)
     autoencoder, mean, std = load_vae(vae, run.device)
-    paint = run.compile(world.paint)
+    paint, chunk = run.compile(world.paint), 256 if run.cuda else 4
 
     def encode(pixels: torch.Tensor) -> torch.Tensor:
         with run.autocast():
             return (autoencoder.encode(pixels.contiguous(memory_format=torch.channels_last)).float() - mean) / std
 
     fast_encode = run.compile(encode)
-    chunk = 256 if run.cuda else 4
-    samples = {
-        name: Samples(ROOMS[name], d, lambda pixels, square: (fast_encode if square else encode)(pixels), run.device, paint, chunk) for name, d in drawn.items()
-    }
-    del drawn
-    run.log("encoded", latent_std=round(float(samples["t2i"].target.float().std()), 3))
+    samples = {name: Samples(name, count, lambda pixels, square: (fast_encode if square else encode)(pixels), run.device, paint, chunk) for name, count in counts.items()}
+    for name in samples:  # compiles the encoder, and leaves enough to compile the rest with
+        samples[name].add(draw_samples(name, min(counts[name], chunk), -1 - run.rank))
+        samples[name].ready = 0
+    run.log("encoder compiled")
+
+    def fill() -> None:
+        if run.cuda:
+            torch.cuda.set_device(run.device)  # each thread has its own
+        for name, chunk in drawn:
+            samples[name].add(chunk)
+        run.log("data", **{name: s.ready for name, s in samples.items()}, latent_std=round(samples["t2i"].target[:1000].float().std().item(), 3))
+
+    filler = threading.Thread(target=fill)  # while the main thread compiles
+    filler.start()
 
     torch.manual_seed(seed)
     text_model, transformer = new_text_encoder(load_tokenizer()), new_transformer()
@@ -143,7 +158,7 @@ def train(
     average = MovingAverage(parameters, 0.9985)
     run.same_weights(parameters)
     torch.manual_seed(1000 * seed + 7 + run.rank)
-    blocks = Compiler(*(run.compile(function) for function in PLAIN_BLOCKS))
+    blocks = Compiler(*(run.compile(function) for function in PLAIN_BLOCKS[:3]), PLAIN_BLOCKS.last_prefix_block)  # the last is small
 
     def loss_of(name: str, count: int, levels: int, blocks: Compiler = blocks) -> torch.Tensor:
         with torch.no_grad():
@@ -168,18 +183,17 @@ def train(
         return losses
 
     def keep() -> None:
-        state = transformer.state_dict()
-        run.save("transformer", state)
+        run.save("transformer", transformer.state_dict())
         run.save("text_encoder", text_model.state_dict())
 
     def judge(event: str, scale: float) -> None:
+        torch.backends.cudnn.benchmark = False  # every shape is met once
         average.swap()
-        if run.rank == 0:
-            keep()
+        keep()
         jobs = draw_jobs(scale)
         mine = jobs[run.rank :: run.size]
         pictures = BatchPainter(encoder, denoiser, autoencoder, mean, std, run)(mine)
-        scores = score_all(mine, pictures, processes())
+        scores = score_all(mine, pictures, pool)
         gathered = run.gather([(jobs.index(job), p, s) for job, p, s in zip(mine, pictures, scores)])
         average.swap()
         if run.rank == 0:
@@ -190,6 +204,8 @@ def train(
             print(format_table(table), flush=True)
             contact_sheet(jobs, pictures, scores).save(run.out / "sheet.png", optimize=True)
 
+    while any(s.ready < min(count, chunk) for s, count in zip(samples.values(), counts.values())):
+        time.sleep(0.1)
     for index in range(len(IN_TURN)):  # compile before the clock starts
         backward(index)
     others.zero_grad(set_to_none=False)
@@ -198,6 +214,8 @@ def train(
     muon.step(0.0)
     run.log("compiled", parameters=sum(p.numel() for p in parameters), gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0)
     begun, step, share = time.time(), 0, 0.0
+    if end_at:
+        seconds = run.agree(end_at - begun)
     sums: dict[str, list[torch.Tensor]] = {}
     next_line, next_table = 0.02, 0.4
     while True:
@@ -226,12 +244,15 @@ def train(
             next_line = max(next_line + 0.02, share)
         if share > next_table and evaluate:
             paused = time.time()
-            judge("table", 0.3 * evaluate)
-            begun += run.agree(time.time() - paused)
-            next_table += 0.3
+            judge("table", 0.15 * evaluate)
+            begun += 0 if end_at else run.agree(time.time() - paused)
+            next_table = max(next_table + 0.3, share)
     run.log("done", step=step, seconds=round(time.time() - begun), processes=run.size)
     average.swap()
     keep()
     average.swap()
+    filler.join()
     if evaluate:
         judge("final", evaluate)
+    run.close()
+    pool.terminate()

@@ -236,3 +236,4 @@ def train(out: Path, seconds: float, seed: int = 0, batch: int = 48, rate: float
     average.swap()
     run.log("done", step=step, seconds=round(time.time() - begun), pictures=step * batch * run.size, **quality(vae, judged, run.device))
     keep()
+    run.close()
