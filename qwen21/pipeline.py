@@ -14,6 +14,7 @@ from .errors import Qwen21Error, UsageError
 from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
 from .prefix import PRECISIONS, PrefixKV
 from .prefix_cache import CacheStatistics, PrefixCache, prefix_items
+from .references import near_copy_warning
 from .sampling import Velocity, euler, guided, initial_noise
 from .schedule import SCHEDULES, sigmas
 from .text_encoder import Encoding, TextEncoder, picture_digest, template
@@ -107,7 +108,11 @@ def canvas(request: Request, native_resolution: int) -> tuple[int, int, list[str
 
 def notes(request: Request, native_resolution: int) -> list[str]:
     """What a person should know about a request before it is painted, a sentence each."""
-    *_, said = canvas(request, native_resolution)
+    width, height, said = canvas(request, native_resolution)
+    resolution = request.resolution or native_resolution
+    near_copy = near_copy_warning((width, height), [area_size(resolution, *picture.size) for picture in request.pictures])
+    if near_copy:
+        said.append(near_copy)
     if request.negative and request.cfg == 1:
         said.append("the negative prompt is not used at cfg 1: give a larger cfg")
     return said
