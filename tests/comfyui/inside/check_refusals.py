@@ -1,12 +1,14 @@
 """What does not belong here is refused with one sentence that says what was found and what to do."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import comfy.latent_formats
 import comfy.model_base
 import comfy.sd
 import torch
-from graph import call, encode, loaded, picture, prepared, references, sample, sentence
+from graph import call, encode, folder, loaded, picture, prepared, references, sample, sentence
 
 
 def another_model() -> SimpleNamespace:
@@ -85,3 +87,19 @@ def check_conditioning_of_another_family():
 def check_checkpoint_that_is_gone():
     text = sentence(call, "Qwen21Loader", checkpoint="nowhere")
     assert "nowhere" in text and "random" in text and "models/diffusers" in text
+
+
+def check_damaged_and_foreign_files_are_named():
+    broken = Path(folder("broken"))
+    for part, damage, words in (
+        ("transformer", lambda file: file.write_bytes(file.read_bytes()[:5000]), "damaged or truncated"),
+        ("text_encoder", lambda file: file.unlink(), "safetensors"),
+        ("vae", lambda file: shutil.copy(next(Path(folder(), "transformer").glob("*.safetensors")), file), "unknown tensor"),
+    ):
+        shutil.copytree(folder(), broken)
+        try:
+            damage(next((broken / part).glob("*.safetensors")))
+            text = sentence(call, "Qwen21Loader", checkpoint="broken")
+            assert str(broken / part) in text and words in text, text
+        finally:
+            shutil.rmtree(broken)

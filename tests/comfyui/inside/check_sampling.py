@@ -89,8 +89,10 @@ def simple_sigmas(model, steps: int = 3) -> torch.Tensor:
 def check_ksampler_with_the_canvas_shift():
     parts = prepared("a red star", "blurry, dark", 1)
     _, shifted = call("Qwen21Schedule", model=loaded()[0], latent=parts[2], steps=0, schedule="auto")
-    sigmas = simple_sigmas(shifted)
     config = core("qwen21.config").ScheduleConfig(shift_terminal=0.0)
+    native, ours = (model.get_model_object("model_sampling").shift for model in (loaded()[0], shifted))
+    assert (native, ours) == tuple(core("qwen21.schedule").dynamic_mu(config, tokens) for tokens in (16, 24)), (native, ours)
+    sigmas = simple_sigmas(shifted)
     close(sigmas, core("qwen21.schedule").dynamic_sigmas(config, 3, 24), 2e-3, "what 'simple' makes of the shift")
     close(ksampler(shifted, *parts, cfg=2.0), core_samples(*parts, cfg=2.0, sigmas=sigmas), what="KSampler")
 
@@ -149,6 +151,36 @@ def check_batch_index():
     out, _ = sample(loaded()[0], positive, negative, chosen)
     close(out["samples"], whole[[3, 1]], 1e-5)
     assert out["batch_index"] == [3, 1]
+
+
+def check_prompts_for_a_part_of_the_steps():
+    first, negative, latent = prepared("a red star", pictures=1)
+    second, _, _ = prepared("a wet road", pictures=1)
+    ranges = ((first, 0.0, 0.5), (second, 0.5, 1.0))
+    parts = [call("ConditioningSetTimestepRange", conditioning=conditioning, start=start, end=end)[0] for conditioning, start, end in ranges]
+    model, sigmas = loaded()[0], core_sigmas(6, 4, 4)
+    border = model.get_model_object("model_sampling").percent_to_sigma(0.5)
+    steps = int((sigmas[:-1] > border).sum())
+    assert 0 < steps < 4
+    with counted(model.model.diffusion_model, "prefill") as prefills:
+        found = samples(model, call("ConditioningCombine", conditioning_1=parts[0], conditioning_2=parts[1])[0], negative, latent, steps=4)
+    assert len(prefills) == 2
+    euler = core("qwen21.sampling").euler
+    halfway = euler(core_noise(latent), sigmas[: steps + 1], core_velocity(first))
+    close(found, core_vae().denormalize(euler(halfway, sigmas[steps:], core_velocity(second))))
+
+
+def check_prompts_for_a_part_of_the_picture():
+    """ComfyUI puts both into one batch if they are of equal length."""
+    first, negative, latent = prepared("a red star", pictures=1)
+    for prompt in ("a wet road", "a road"):
+        second, _, _ = prepared(prompt, pictures=1)
+        left = torch.zeros(1, 6, 4)
+        left[..., :2] = 1
+        sides = [call("ConditioningSetMask", conditioning=c, mask=mask, strength=1.0, set_cond_area="default")[0] for c, mask in ((first, left), (second, 1 - left))]
+        found = samples(loaded()[0], call("ConditioningCombine", conditioning_1=sides[0], conditioning_2=sides[1])[0], negative, latent, steps=1)
+        close(found[..., :2], core_samples(first, None, latent, steps=1)[..., :2], what="left")
+        close(found[..., 2:], core_samples(second, None, latent, steps=1)[..., 2:], what="right")
 
 
 def check_rows_that_have_prefixes_of_their_own():
@@ -244,14 +276,16 @@ def check_turbo_uses_its_own_sigmas():
 
 
 def check_empty_latent_of_another_model():
-    """EmptyLatentImage gives 4 channels at an eighth; ComfyUI converts it."""
+    """These nodes give 4 or 16 channels at an eighth of the size; ComfyUI converts them."""
     positive, negative, latent = prepared()
-    empty = call("EmptyLatentImage", width=64, height=96, batch_size=1)[0]
-    out, _ = sample(loaded()[0], positive, negative, empty)
-    equal(out["samples"], samples(loaded()[0], positive, negative, latent), "from EmptyLatentImage")
-    assert not [key for key in out if key.startswith("downscale_ratio_")]
-    sigmas, _ = call("Qwen21Schedule", model=loaded()[0], latent=empty, steps=3, schedule="auto")
-    equal(sigmas, core_sigmas(6, 4))
+    expected = samples(loaded()[0], positive, negative, latent)
+    for node in ("EmptyLatentImage", "EmptySD3LatentImage"):
+        empty = call(node, width=64, height=96, batch_size=1)[0]
+        out, _ = sample(loaded()[0], positive, negative, empty)
+        equal(out["samples"], expected, node)
+        assert not [key for key in out if key.startswith("downscale_ratio_")]
+        sigmas, _ = call("Qwen21Schedule", model=loaded()[0], latent=empty, steps=3, schedule="auto")
+        equal(sigmas, core_sigmas(6, 4))
 
 
 def check_inputs_are_not_written_to():

@@ -4,7 +4,7 @@ import comfy.model_management
 import comfy.patcher_extension
 import folder_paths
 import torch
-from graph import call, close, core, core_noise, core_paint, core_sigmas, core_transformer, core_vae, core_velocity, counted, differs, encode, equal, folder
+from graph import call, close, core, core_encoder, core_noise, core_paint, core_sigmas, core_transformer, core_vae, core_velocity, counted, differs, encode, equal, folder
 from graph import loaded, picture, prepared, references, sample, samples
 from safetensors.torch import save_file
 
@@ -55,6 +55,30 @@ def check_lora_of_every_layout_and_without_it_again():
         close(found, core_paint(core_velocity(parts[0], core_with_lora(deltas, 0.7)), parts[2]), what=layout)
         differs(found, plain, what=layout)
         equal(samples(loaded()[0], *parts), plain, f"after {layout} was taken away")
+
+
+def write_encoder_lora() -> str:
+    """For the text encoder, in the names ComfyUI gives its weights."""
+    generator, state = torch.manual_seed(4), {}
+    weight = core_encoder().model.get_submodule("language_model.layers.0.self_attn.q_proj").weight
+    for name, shape in (("lora_A", (2, weight.shape[1])), ("lora_B", (weight.shape[0], 2))):
+        state[f"text_encoders.model.language_model.layers.0.self_attn.q_proj.{name}.weight"] = torch.randn(shape, generator=generator)
+    save_file(state, f"{folder_paths.get_folder_paths('loras')[0]}/encoder.safetensors")
+    return "encoder.safetensors"
+
+
+def check_lora_of_the_text_encoder():
+    file, clip = write_encoder_lora(), loaded()[1]
+    plain = encode("a red star")[0][0][0]
+    changed = call("LoraLoader", model=loaded()[0], clip=clip, lora_name=file, strength_model=1.0, strength_clip=1.0)[1]
+    found = encode("a red star", clip=changed)[0][0][0]
+    differs(found, plain)
+    equal(call("CLIPTextEncode", clip=changed, text="a red star")[0][0][0], found, "Encode and CLIPTextEncode")
+    equal(encode("a red star")[0][0][0], plain, "without the LoRA")
+    hooks = call("CreateHookLora", lora_name=file, strength_model=0.0, strength_clip=1.0)[0]
+    hooked = call("SetClipHooks", clip=clip, apply_to_conds=True, schedule_clip=False, hooks=hooks)[0]
+    close(encode("a red star", clip=hooked)[0][0][0], found, 1e-5, "as a hook")
+    equal(encode("a red star")[0][0][0], plain, "without the hook")
 
 
 def check_strength_zero_is_no_lora():
