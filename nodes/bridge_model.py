@@ -26,9 +26,9 @@ from comfy.ldm.modules.attention import optimized_attention
 from ..qwen21.checkpoint import Checkpoint
 from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
 from ..qwen21.errors import Qwen21Error
-from ..qwen21.prefix_cache import StoredPrefix
+from ..qwen21.prefix import PrefixKV
 from ..qwen21.schedule import dynamic_mu
-from ..qwen21.transformer import PrefixKV, QwenImage21Transformer
+from ..qwen21.transformer import QwenImage21Transformer
 
 PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_text(encoding="utf-8"))
 
@@ -50,13 +50,15 @@ class CacheSettings:
     device: str = "auto"
     precision: str = "default"
 
-    def store(self, kv: PrefixKV, device: torch.device) -> PrefixKV | StoredPrefix:
-        """`kv`, computed on `device`, as it is to be kept. Asked before anything is moved: what does not fit goes to host memory."""
+    def stays(self, nbytes: int, device: torch.device) -> bool:
+        """Whether `nbytes` of keys and values computed on `device` are left there, or go to host memory."""
         room = self.budget or comfy.model_management.get_free_memory(device) // 2
-        stays = self.device in ("gpu", "off") or (self.device == "auto" and kv.nbytes <= room)
-        if stays and self.precision == "default":
-            return kv
-        return StoredPrefix(kv, device if stays else torch.device("cpu"), self.precision)
+        return self.device in ("gpu", "off") or (self.device == "auto" and nbytes <= room)
+
+    def store(self, kv: PrefixKV, device: torch.device) -> PrefixKV:
+        """`kv`, computed on `device`, as and where it is to be kept."""
+        place = device if self.stays(kv.nbytes, device) else torch.device("cpu")
+        return PrefixKV(tuple(part.quantized(self.precision).to(place) for part in kv.parts), kv.position)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class RunPrefix:
     context: torch.Tensor
     slots: list[int]
     references: list[torch.Tensor]
-    kv: PrefixKV | StoredPrefix
+    kv: PrefixKV
 
     def is_made_of(self, context: torch.Tensor, slots: list[int], references: list[torch.Tensor]) -> bool:
         return (

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..qwen21.prefix_cache import PRECISIONS
+from ..qwen21.prefix import PRECISIONS
 from .bridge_model import CACHE_DEVICES, CACHE_OPTION, CacheSettings
 from .common import CATEGORY
 from .schedule import schedule_of

@@ -21,10 +21,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m qwen21", description="Qwen-Image 2.1 without a user interface.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="paint a picture, or edit pictures", description="Paint a picture from a prompt, or edit pictures with --image.")
+    runs = _Parser(add_help=False)
+    runs.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder in the diffusers layout")
+    runs.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda and mps, float32 on cpu")
+    runs.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
+    runs.add_argument(
+        "--kv-cache",
+        choices=("off", "run", "default", "fp8_v", "fp8_kv"),
+        default="default",
+        help="keys and values of text and references: off computes them at every step, run keeps them for one picture's run, default (the default) "
+        "between runs too, fp8_v and fp8_kv likewise with values, or keys and values, in 8 bits",
+    )
+    runs.add_argument("--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where they are kept; auto (default): host memory when the GPU is full")
+    runs.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    generate = commands.add_parser(
+        "generate", parents=[runs], help="paint a picture, or edit pictures", description="Paint a picture from a prompt, or edit pictures with --image."
+    )
     generate.add_argument("prompt", metavar="PROMPT", help="what to paint; pictures are called <image1>, <image2> ... in the order of --image")
     generate.add_argument("-o", "--output", required=True, metavar="OUT.png", help="RGBA PNG to write; with --batch the seed is added to each name")
-    generate.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder in the diffusers layout")
     generate.add_argument("--image", action="append", default=[], metavar="FILE", help="reference picture, up to 10; give the option again for each")
     generate.add_argument("--negative", metavar="TEXT", help="what to steer away from, used when --cfg is not 1 (default: empty)")
     generate.add_argument("--cfg", type=float, default=1.0, metavar="X", help="guidance scale; 1 (default) means none and halves the work")
@@ -33,13 +48,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--width", type=int, metavar="W", help="pixels; default: square, or as the last reference")
     generate.add_argument("--height", type=int, metavar="H", help="pixels; default: square, or as the last reference")
     generate.add_argument("--resolution", type=int, metavar="N", help="references are resized to an area of N x N pixels; default: the checkpoint's native size")
-    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda and mps, float32 on cpu")
-    generate.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
     generate.add_argument("--schedule", choices=("auto", "dynamic", "turbo"), default="auto", help="auto (default) follows the checkpoint")
-    generate.add_argument("--kv-cache", choices=("run", "off"), default="run", help="run (default) computes text and references once; off at every step")
     generate.add_argument("--batch", type=int, default=1, metavar="N", help="paint N pictures with seeds SEED, SEED + 1, ...; default: 1")
-    generate.add_argument("--json", action="store_true", help="print one line of JSON: sizes, token counts, seconds a stage, peak memory")
-    generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    generate.add_argument("--json", action="store_true", help="print one line of JSON: sizes, token counts, seconds a stage, prefix cache, peak memory")
+
+    batch = commands.add_parser(
+        "batch",
+        parents=[runs],
+        help="run many jobs in one process",
+        description="Run the jobs of a file: one JSON object a line, with prompt and output and, if wanted, images (a list of files), negative, seed, batch, cfg, steps, "
+        "width, height, resolution and schedule, as in generate. What jobs share is computed once; pictures that are there already are skipped.",
+    )
+    batch.add_argument("jobs", metavar="JOBS.jsonl", help="file with one job a line")
+    batch.add_argument("--json", action="store_true", help="print a line of JSON a job, and one for all")
 
     random = commands.add_parser("make-random", help="write a small checkpoint with random weights", description="Write a small random checkpoint, for tests: it paints noise.")
     random.add_argument("folder", metavar="FOLDER", help="new folder")
@@ -53,11 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        if options.command == "generate":
-            from .commands import generate as command
-        else:
-            from .commands import make_random as command
-        command(options)
+        from . import commands
+
+        {"generate": commands.generate, "batch": commands.batch, "make-random": commands.make_random}[options.command](options)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if options.debug:

@@ -23,10 +23,13 @@ from .vae import QwenImage21VAE
 TEMPLATE_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 
+PARTS = ("text_encoder", "transformer", "vae")
+
+
 class Checkpoint:
     """A Qwen-Image 2.1 folder: `model_index.json`, `transformer/`, `text_encoder/`, `vae/`, `scheduler/`, `processor/`.
 
-    Opening it reads and checks the configs only. Raises Qwen21Error if a part is missing, is another model's, or does not fit the others.
+    Opening it reads and checks the configs and the headers of the weight files. Raises Qwen21Error if a part is missing, is another model's, or does not fit the others.
     """
 
     def __init__(self, folder: str | Path):
@@ -39,6 +42,10 @@ class Checkpoint:
         self.schedule = ScheduleConfig.from_dict(*self._config("scheduler/scheduler_config.json"))
         self._encoder_config, source = self._config("text_encoder/config.json")
         self._check_fit(source)
+        for part in PARTS:
+            for path in sorted(set(weight_files(self.folder / part).values())):
+                with open_safetensors(path):  # a truncated file shows here, not after the parts before it have run
+                    pass
 
     def transformer(self, device: torch.device, dtype: torch.dtype) -> QwenImage21Transformer:
         """The denoiser, in eval mode without gradients."""
@@ -65,6 +72,10 @@ class Checkpoint:
         """`read_weights` of one part ("transformer", "vae" or "text_encoder") with what is special about its files: of the VAE, Conv3d
         weights of temporal size 1 lose that axis and the unused `time_conv` is skipped; of the encoder, head and final norm are."""
         return read_weights(module, self.folder / part, device, _RENAME.get(part, str), squeeze=part == "vae")
+
+    def file_bytes(self, part: str) -> int:
+        """Size of a part's weights on disk."""
+        return sum(path.stat().st_size for path in set(weight_files(self.folder / part).values()))
 
     def encoder_config(self) -> Qwen3VLConfig:
         """transformers' config of the text encoder, with PyTorch's own attention."""

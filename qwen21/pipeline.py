@@ -3,8 +3,8 @@
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from PIL import Image
@@ -12,15 +12,20 @@ from PIL import Image
 from .checkpoint import Checkpoint
 from .errors import Qwen21Error, UsageError
 from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
+from .prefix import PRECISIONS, PrefixKV
+from .prefix_cache import CacheStatistics, PrefixCache, prefix_items
+from .references import near_copy_warning
 from .sampling import Velocity, euler, guided, initial_noise
-from .schedule import sigmas
-from .text_encoder import Encoding, template
-from .transformer import PrefixKV, QwenImage21Transformer
+from .schedule import SCHEDULES, sigmas
+from .text_encoder import Encoding, TextEncoder, picture_digest, template
+from .transformer import QwenImage21Transformer
+from .vae import QwenImage21VAE
 
-KV_CACHES = ("run", "off")
+KV_CACHES = ("off", "run", *PRECISIONS)
 STAGES = ("load", "encode", "vae encode", "prefill", "steps", "decode")
 MAX_SIDE = 16384  # pixels, as in ComfyUI; the published model is made for about 2048
 MAX_STEPS = 10000
+REMEMBERED_PICTURES = 64  # latents of about 1 MB each at 1024 x 1024
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,6 @@ class Request:
     height: int | None = None
     resolution: int | None = None
     schedule: str = "auto"
-    kv_cache: str = "run"
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("width", self.width), ("height", self.height), ("resolution", self.resolution)):
@@ -45,6 +49,8 @@ class Request:
                 raise UsageError(f"{name} is {value}, expected {least} to {most}")
         if not 0 <= self.cfg < float("inf"):
             raise UsageError(f"cfg is {self.cfg}, expected a number that is not negative: 1 means no guidance")
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"schedule is {self.schedule!r}, expected one of {', '.join(SCHEDULES)}")
         for prompt in self.prompts:
             if any("\ud800" <= character <= "\udfff" for character in prompt):
                 raise UsageError("the prompt holds bytes that are not text in UTF-8: type it again, or check the terminal's encoding")
@@ -65,8 +71,26 @@ class Report:
     steps: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    kv_bytes: int = 0
+    prefix: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+
+def prefix_report(before: CacheStatistics, cache: PrefixCache, seconds: float) -> dict[str, float]:
+    """What the cache did since `before`: tokens reused and computed, entries and bytes held, and about how long the reused ones would
+    have taken (0 while nothing was computed to judge by)."""
+    now = cache.statistics
+    now.seconds += seconds
+    reused, computed = now.reused_tokens - before.reused_tokens, now.computed_tokens - before.computed_tokens
+    entries = sum(1 for _ in cache.tree.nodes())
+    saved = reused * now.seconds / now.computed_tokens if now.computed_tokens else 0.0
+    return {
+        "reused_tokens": reused,
+        "computed_tokens": computed,
+        "hits": now.found - before.found,
+        "entries": entries,
+        "bytes": cache.tree.nbytes(),
+        "saved_ms": round(1000 * saved, 1),
+    }
 
 
 def canvas(request: Request, native_resolution: int) -> tuple[int, int, list[str]]:
@@ -84,27 +108,49 @@ def canvas(request: Request, native_resolution: int) -> tuple[int, int, list[str
 
 def notes(request: Request, native_resolution: int) -> list[str]:
     """What a person should know about a request before it is painted, a sentence each."""
-    *_, said = canvas(request, native_resolution)
+    width, height, said = canvas(request, native_resolution)
+    resolution = request.resolution or native_resolution
+    near_copy = near_copy_warning((width, height), [area_size(resolution, *picture.size) for picture in request.pictures])
+    if near_copy:
+        said.append(near_copy)
     if request.negative and request.cfg == 1:
         said.append("the negative prompt is not used at cfg 1: give a larger cfg")
     return said
 
 
 class Pipeline:
-    """Runs requests against a checkpoint folder. A part is loaded when its stage begins and dropped when it ends, so that memory holds
-    the largest part and not their sum.
+    """Runs requests against a checkpoint folder.
 
-    `progress` wraps the range of steps (tqdm, say).
+    For one request, a part is loaded when its stage begins and dropped when it ends, so that memory holds the largest part and not their
+    sum. With `keep`, for many requests, parts stay as long as there is room, and so does what they found out: text states, reference
+    latents, keys and values. `kv_cache` is one of KV_CACHES: "off" computes the prefix at every step, "run" keeps it for one request, the
+    others between requests too, in that precision; `kv_device` says where (see PrefixCache.placement).
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Callable[[Iterable[int]], Iterable[int]] = iter):
-        self.checkpoint, self.device, self.dtype, self.progress = checkpoint, device, dtype, progress
-        # The published VAE overflows in float16.
-        self.vae_dtype = torch.float32 if dtype == torch.float16 else dtype
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache: str = "default",
+        kv_device: str = "auto",
+        keep: bool = False,
+    ):
+        self.checkpoint, self.device, self.dtype, self.keep = checkpoint, device, dtype, keep
+        self.vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # the published VAE overflows in float16
+        self.kv_cache = kv_cache
+        self.cache = PrefixCache(precision=kv_cache if kv_cache in PRECISIONS else "default", placement=kv_device, room=self._room)
+        self._parts: dict[str, TextEncoder | QwenImage21VAE | QwenImage21Transformer] = {}
+        self._latents: dict[bytes, torch.Tensor] = {}
 
     @torch.inference_mode()
-    def generate(self, request: Request, seeds: Sequence[int], report: Report) -> Iterator[Image.Image]:
-        """An RGBA picture a seed, as each is ready; all share one encode and one prefill. Fills `report` on the way."""
+    def generate(
+        self, request: Request, seeds: Sequence[int], report: Report, progress: Callable[[Iterable[int]], Iterable[int]] = iter
+    ) -> Iterator[Image.Image]:
+        """An RGBA picture a seed, as each is ready; all share one encode and one prefill. Fills `report` on the way.
+
+        `progress` wraps the range of steps (tqdm, say).
+        """
         checkpoint = self.checkpoint
         report.width, report.height, _ = canvas(request, checkpoint.index.native_resolution)
         report.notes = notes(request, checkpoint.index.native_resolution)
@@ -115,59 +161,114 @@ class Pipeline:
         pictures = [resize(picture, *area_size(resolution, *picture.size)) for picture in request.pictures]
 
         encodings = self._encode(request, pictures, report)
-        with self._stage("load", report):
-            vae = checkpoint.vae(self.device, self.vae_dtype)
-        with self._stage("vae encode", report):
-            references = [vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype) for picture in pictures]
-            self._check_finite("vae encode", *references)
-        with self._stage("load", report):
-            transformer = checkpoint.transformer(self.device, self.dtype)
+        references = self._encode_references(pictures, report)
+        vae, transformer = self._part("vae", report), self._part("transformer", report)
         report.tokens = {
             "text": len(encodings[0].token_ids),
             "negative text": len(encodings[1].token_ids) if len(encodings) > 1 else 0,
-            "references": sum(latents.shape[2] * latents.shape[3] for latents in references),
+            "references": sum(latents.shape[2] * latents.shape[3] for _, latents in references),
             "target": rows * columns,
         }
-        velocity = self._velocity(transformer, encodings, references, request, report)
-        for seed in seeds:
-            with self._stage("steps", report):
-                noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
-                latents = euler(noise, schedule.to(self.device), velocity, self.progress)
-                self._check_finite("steps", latents)
-            with self._stage("decode", report):
-                pixels = vae.decode(vae.denormalize(latents.to(self.vae_dtype)))
-                self._check_finite("decode", pixels)
-                picture = from_pixels(pixels)
-            yield picture
+        with ExitStack() as held:
+            held.callback(self._tidy)
+            velocity = self._velocity(transformer, encodings, references, request.cfg, report, held)
+            for seed in seeds:
+                with self._stage("steps", report):
+                    noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
+                    latents = euler(noise, schedule.to(self.device), velocity, progress)
+                    self._check_finite("steps", latents)
+                with self._stage("decode", report):
+                    pixels = vae.decode(vae.denormalize(latents.to(self.vae_dtype)))
+                    self._check_finite("decode", pixels)
+                    picture = from_pixels(pixels)
+                yield picture
+
+    def _tidy(self) -> None:
+        """After a request, drop what is not kept for the next."""
+        if self.kv_cache == "run":
+            self.cache.tree.clear()
+        if not self.keep:
+            self._drop(*self._parts)
 
     def _encode(self, request: Request, pictures: Sequence[Image.Image], report: Report) -> list[Encoding]:
-        with self._stage("load", report):
-            encoder = self.checkpoint.text_encoder(self.device, self.dtype)
+        encoder = self._part("text_encoder", report)
         with self._stage("encode", report):
+            encoder.remember = self.keep
             encodings = encoder.encode(request.prompts, pictures)
             self._check_finite("encode", *(encoding.states for encoding in encodings))
-        del encoder
-        gc.collect()  # transformers' modules refer to one another in circles
+        if not self.keep:
+            del encoder
+            self._drop("text_encoder")
         return encodings
 
-    def _velocity(
-        self, transformer: QwenImage21Transformer, encodings: Sequence[Encoding], references: Sequence[torch.Tensor], request: Request, report: Report
-    ) -> Velocity:
-        """The guided velocity over the prefixes of `encodings`, prefilled now, or before every evaluation if the cache is off."""
+    def _encode_references(self, pictures: Sequence[Image.Image], report: Report) -> list[tuple[bytes, torch.Tensor]]:
+        """What each picture is recognised by, and its normalised latents."""
+        references = []
+        for picture in pictures:
+            digest = picture_digest(picture)
+            if digest not in self._latents:
+                vae = self._part("vae", report)
+                with self._stage("vae encode", report):
+                    latents = vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype)
+                    self._check_finite("vae encode", latents)
+                self._latents[digest] = latents
+            references.append((digest, self._latents[digest]))
+        for old in list(self._latents)[: -REMEMBERED_PICTURES]:
+            del self._latents[old]
+        return references
 
-        def prefill(encoding: Encoding) -> PrefixKV:
-            return transformer.prefill(encoding.states, encoding.image_slots, references)
+    def _velocity(
+        self,
+        transformer: QwenImage21Transformer,
+        encodings: Sequence[Encoding],
+        references: Sequence[tuple[bytes, torch.Tensor]],
+        cfg: float,
+        report: Report,
+        held: ExitStack,
+    ) -> Velocity:
+        """The guided velocity over the prefixes of `encodings`, which the cache holds until `held` is closed."""
+        latents = [one for _, one in references]
 
         def branch(encoding: Encoding) -> Velocity:
-            if request.kv_cache == "off":
-                return lambda latents, sigma: transformer.denoise(latents.to(self.dtype), sigma, prefill(encoding))
-            with self._stage("prefill", report):
-                prefix = prefill(encoding)
-            report.kv_bytes += prefix.nbytes
-            return lambda latents, sigma: transformer.denoise(latents.to(self.dtype), sigma, prefix)
+            def prefill(past: PrefixKV = PrefixKV(), texts: int = 0, pictures: int = 0) -> PrefixKV:
+                slots = [slot - texts for slot in encoding.image_slots[pictures:]]
+                return transformer.prefill(encoding.states[:, texts:], slots, latents[pictures:], past)
 
+            if self.kv_cache == "off":
+                return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefill())
+            items = prefix_items(encoding.keys, encoding.image_slots, [(*one.shape[2:], digest) for digest, one in references])
+            with self._stage("prefill", report):
+                prefix = held.enter_context(self.cache.prefix(str(self.dtype), items, prefill))
+            return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefix)
+
+        before = replace(self.cache.statistics)
         positive, *negative = map(branch, encodings)
-        return guided(positive, negative[0] if negative else None, request.cfg)
+        report.prefix = prefix_report(before, self.cache, report.seconds["prefill"])
+        return guided(positive, negative[0] if negative else None, cfg)
+
+    def _part(self, name: str, report: Report):
+        """A part of the model, loaded if it is not there. On a GPU without room for it, parts of earlier stages go first."""
+        if name not in self._parts:
+            with self._stage("load", report):
+                if self._room(self.device) < 1.1 * self.checkpoint.file_bytes(name):
+                    self._drop(*self._parts)
+                dtype = self.vae_dtype if name == "vae" else self.dtype
+                self._parts[name] = getattr(self.checkpoint, name)(self.device, dtype)
+        return self._parts[name]
+
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            del self._parts[name]
+        gc.collect()  # transformers' modules refer to one another in circles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _room(self, device: torch.device) -> float:
+        """Bytes that are free on `device`: known for CUDA, elsewhere the host's memory is the system's to manage."""
+        if device.type != "cuda":
+            return float("inf")
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
 
     def _check_finite(self, stage: str, *tensors: torch.Tensor) -> None:
         """A picture of NaN would be written as plain black: say where it went wrong."""

@@ -1,60 +1,137 @@
-"""Where a prefix's keys and values are kept while it is not in use: on which device, and in which precision.
+"""Which prefixes are kept between uses: a tree of keys and values with a budget, shared by branches, batch rows, seeds and runs."""
 
-K carries the rotary embedding and is the sensitive half, so V alone can be stored in 8 bits. In FP8 E4M3 each token and head has one
-FP32 scale.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from .transformer import PrefixKV
+from .prefix import KVPart, PrefixKV
+from .prefix_tree import Item, Match, PrefixTree
+from .sequence import Segment
 
-PRECISIONS = ("default", "fp8_v", "fp8_kv")
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """(1, heads, tokens, head_dim) in its own dtype, or in FP8 with `scale` (1, heads, tokens, 1) in FP32."""
-
-    values: torch.Tensor
-    scale: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, x: torch.Tensor, device: torch.device, fp8: bool) -> "StoredTensor":
-        if not fp8:
-            return cls(x.to(device))
-        scale = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
-        return cls((x.float() / scale).to(FP8).to(device), scale.to(device))
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + (self.scale.nbytes if self.scale is not None else 0)
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        values = self.values.to(device, non_blocking=True)
-        return values if self.scale is None else (values.float() * self.scale.to(device, non_blocking=True)).to(dtype)
+# (what the cache holds of the prefix, text tokens and pictures that it covers) -> that prefix and the rest, in parts
+Prefill = Callable[[PrefixKV, int, int], PrefixKV]
 
 
-class StoredPrefix:
-    """Stands in for a PrefixKV: `layers` brings each layer's K and V to the compute device, in the compute dtype, as it is asked for."""
+@dataclass
+class CacheStatistics:
+    """Since the cache was made: prefixes asked for and those found whole, tokens taken from it and computed, seconds that took."""
 
-    def __init__(self, kv: PrefixKV, device: torch.device, precision: str = "default"):
-        """Store `kv` on `device` in `precision`, one of PRECISIONS."""
-        self.position, self.tokens = kv.position, kv.tokens
-        first = kv.layers[0][0]
-        self._device, self._dtype = first.device, first.dtype
-        self._layers = [(StoredTensor.of(k, device, precision == "fp8_kv"), StoredTensor.of(v, device, precision != "default")) for k, v in kv.layers]
+    asked: int = 0
+    found: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    seconds: float = 0.0
 
-    @property
-    def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for k, v in self._layers:
-            yield k.load(self._device, self._dtype), v.load(self._device, self._dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held where it is stored."""
-        return sum(k.nbytes + v.nbytes for k, v in self._layers)
+@dataclass
+class PrefixCache:
+    """Keeps what was prefilled.
+
+    `budget` in bytes (None: no bound) covers every device. `precision` is one of prefix.PRECISIONS. `placement` "gpu" leaves keys and
+    values where they are computed, "cpu" moves them to host memory, "auto" does so when less than twice their size is free there, as
+    `room` (device -> bytes) tells.
+    """
+
+    budget: int | None = None
+    precision: str = "default"
+    placement: str = "auto"
+    room: Callable[[torch.device], float] = lambda _: float("inf")
+    tree: PrefixTree = field(default_factory=PrefixTree)
+    statistics: CacheStatistics = field(default_factory=CacheStatistics)
+
+    @contextmanager
+    def prefix(self, weights: Hashable, items: Sequence[Item], prefill: Prefill) -> Iterator[PrefixKV]:
+        """The prefix of `items` for as long as the block runs, computing what is not there yet.
+
+        `weights` stands for everything else that decides keys and values: checkpoint, patches, dtype. Nothing enters the tree
+        before its prefill is complete. Inside the block the prefix is not evicted.
+        """
+        match = self.tree.match(weights, items)
+        node = match.node
+        self.tree.lock(node)
+        try:
+            reused = match.prefix.tokens
+            if match.items < len(items):
+                rest = _rest(items, match)
+                new = self._compute(items, match, rest, prefill)
+                self.tree.unlock(node)
+                node = self.tree.insert(node, rest, new)
+                self.tree.lock(node)
+            held = Match(node, len(items), 0).prefix
+            self._count(reused, held.tokens)
+            yield held
+        finally:
+            self.tree.unlock(node)
+            self.shrink()
+
+    def shrink(self, wanted: int = 0) -> int:
+        """Drop what is over the budget and, of what remains, enough to free `wanted` bytes; returns the bytes freed."""
+        over = 0 if self.budget is None else max(0, self.tree.nbytes() - self.budget)
+        return self.tree.evict(over + wanted) if over + wanted else 0
+
+    def _compute(self, items: Sequence[Item], match: Match, rest: Sequence[Item], prefill: Prefill) -> list[KVPart]:
+        """The keys and values of `rest`, one part an item, in the cache's precision."""
+        done = items[: match.items]
+        texts = sum(item.segment.length for item in done if item.segment.is_text) + match.tokens
+        pictures = sum(not item.segment.is_text for item in done)
+        held = match.prefix
+        new = prefill(held, texts, pictures).parts[len(held.parts) :]
+        parts, start = [], 0
+        (whole,) = new  # one call makes one part
+        for item in rest:
+            stop = start + item.segment.length
+            part = whole if item.segment.length == whole.tokens else whole.slice(start, stop)
+            parts.append(self._placed(part.quantized(self.precision)))
+            start = stop
+        return parts
+
+    def _placed(self, part: KVPart) -> KVPart:
+        on_host = self.placement == "cpu" or (self.placement == "auto" and self.room(part.device) < 2 * part.nbytes)
+        return part.to(torch.device("cpu")) if on_host else part
+
+    def _count(self, reused: int, whole: int) -> None:
+        self.statistics.asked += 1
+        self.statistics.found += reused == whole
+        self.statistics.reused_tokens += reused
+        self.statistics.computed_tokens += whole - reused
+
+
+def _rest(items: Sequence[Item], match: Match) -> list[Item]:
+    """The items behind a match, the first without the tokens that are covered."""
+    first, *others = items[match.items :]
+    if match.tokens:
+        first = Item(Segment(first.segment.length - match.tokens), first.keys[match.tokens :])
+    return [first, *others]
+
+
+def text_item(keys: Sequence[Hashable]) -> Item:
+    """A run of text, recognised token by token."""
+    return Item(Segment(len(keys)), tuple(("text", key) for key in keys))
+
+
+def picture_item(rows: int, columns: int, key: Hashable) -> Item:
+    """A picture's latents, recognised as a whole."""
+    return Item(Segment.picture(rows, columns), (("picture", rows, columns, key),))
+
+
+def prefix_items(text_keys: Sequence[Hashable], image_slots: Sequence[int], pictures: Sequence[tuple[int, int, Hashable]]) -> list[Item]:
+    """The items of a prefix: text with pictures (rows, columns, key) spliced in at `image_slots`, as the transformer's segments."""
+    items, start = [], 0
+    for slot, picture in zip(image_slots, pictures, strict=True):
+        if slot > start:
+            items.append(text_item(text_keys[start:slot]))
+        items.append(picture_item(*picture))
+        start = slot
+    if start < len(text_keys):
+        items.append(text_item(text_keys[start:]))
+    return items
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """What a tensor's shape, dtype and content are recognised by."""
+    import hashlib
+
+    flat = tensor.detach().contiguous().cpu()
+    return hashlib.sha256(repr((tuple(flat.shape), flat.dtype)).encode() + flat.view(torch.uint8).numpy().tobytes()).digest()

@@ -6,7 +6,6 @@ values once, `denoise` runs the target's tokens against them, once a step. Param
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from .attention import Attention, full_attention, prefix_attention
 from .config import TransformerConfig
 from .errors import Qwen21Error
+from .prefix import KVPart, PrefixKV
 from .rope import apply_rotary, rotary_table
 from .sequence import Segment, positions, prefix_segments
 
@@ -32,25 +32,6 @@ class Modulation(NamedTuple):
     gate1: torch.Tensor
     scale2: torch.Tensor
     gate2: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PrefixKV:
-    """Keys (after RoPE) and values of a prefix, one pair of (1, heads, tokens, head_dim) a layer.
-
-    `position` is the running position after the prefix: where whatever follows begins. Never written to once made.
-    """
-
-    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    position: int
-
-    @property
-    def tokens(self) -> int:
-        return self.layers[0][0].shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.layers)
 
 
 class ZeroCenteredRMSNorm(nn.Module):
@@ -187,41 +168,37 @@ class QwenImage21Transformer(nn.Module):
         context: torch.Tensor,
         image_slots: Sequence[int] = (),
         reference_latents: Sequence[torch.Tensor] = (),
-        past: PrefixKV | None = None,
+        past: PrefixKV = PrefixKV(),
         attention: Attention = full_attention,
     ) -> PrefixKV:
         """Keys and values of text and references, which no step changes.
 
         `context` (1, text tokens, context_in_dim): the encoder's states without vision tokens, in the dtype to compute in.
         `reference_latents[i]` (1, 64, rows, columns), normalised, is spliced in before text token `image_slots[i]`.
-        With `past`, these tokens continue that prefix, slots counting from the first token of `context`; the result holds both.
+        With `past`, these tokens continue that prefix, slots counting from the first token of `context`; the result holds both, without
+        a copy of what was there.
         `attention` computes the calls that need no mask, on (batch, heads, tokens, head_dim).
         Raises Qwen21Error when shapes, slots and pictures do not belong together.
         """
         segments = self._prefix_segments(context, image_slots, reference_latents)
         if not segments:
-            if past is None:
+            if not past.parts:
                 raise Qwen21Error("the prefix is empty: give at least one text token or reference")
             return past
-        start, past_tokens = (past.position, past.tokens) if past else (0, 0)
         x = self._splice(context, segments, reference_latents)
         modulation = self._modulation(self.time_text_embed(x.new_zeros(1)))
-        rotary = self._rotary(segments, start, x.device)
-        layers = []
-
-        def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if past:
-                k, v = (torch.cat(pair, dim=2) for pair in zip(past.layers[len(layers)], (k, v)))
-            layers.append((k, v))
-            return k, v
+        rotary = self._rotary(segments, past.position, x.device)
+        past_tokens = past.tokens
+        layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return prefix_attention(q, *store(k, v), segments, past_tokens, attention)
+            layers.append((k, v))
+            return prefix_attention(q, *past.join(len(layers) - 1, k, v), segments, past_tokens, attention)
 
         for block in self.transformer_blocks[:-1]:
             x = block(x, modulation, rotary, attend)
-        store(*self.transformer_blocks[-1].keys_values(x, modulation, rotary))  # nothing reads what the last block would make of the prefix
-        return PrefixKV(tuple(layers), start + sum(segment.advance for segment in segments))
+        layers.append(self.transformer_blocks[-1].keys_values(x, modulation, rotary))  # nothing reads what the last block would make of the prefix
+        return PrefixKV((*past.parts, KVPart.of(layers)), past.position + sum(segment.advance for segment in segments))
 
     def denoise(self, target: torch.Tensor, sigma: float | torch.Tensor, prefix: PrefixKV, attention: Attention = full_attention) -> torch.Tensor:
         """The flow-matching velocity of `target` (batch, 64, rows, columns), normalised latents in the dtype to compute in; same shape.
@@ -236,13 +213,8 @@ class QwenImage21Transformer(nn.Module):
         modulation = self._modulation(time)
         rotary = self._rotary([Segment.picture(rows, columns)], prefix.position, target.device)
         x = self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels"))
-        for block, (prefix_k, prefix_v) in zip(self.transformer_blocks, prefix.layers):
-
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_k=prefix_k, prefix_v=prefix_v) -> torch.Tensor:
-                k, v = (torch.cat([old.expand(batch, -1, -1, -1), new], dim=2) for old, new in ((prefix_k, k), (prefix_v, v)))
-                return attention(q, k, v)
-
-            x = block(x, modulation, rotary, attend)
+        for layer, block in enumerate(self.transformer_blocks):
+            x = block(x, modulation, rotary, lambda q, k, v, layer=layer: attention(q, *prefix.join(layer, k, v)))
         velocity = self.proj_out(self.norm_out(x, time))
         return rearrange(velocity, "batch (rows columns) channels -> batch channels rows columns", rows=rows)
 

@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from hypothesis import given
 from oracle.reference import reference_velocity, relative_error, rows_of
-from unit.layouts import Layout, grids, layouts, picture, seeds, sigmas
+from unit.layouts import Layout, grids, joined, layouts, picture, seeds, sigmas
 
 from qwen21.pictures import resize, to_pixels
 
@@ -44,9 +44,9 @@ def test_the_reference_cache_holds_our_prefix(transformer, reference):
     inputs = Layout(LAYOUTS["odd grids"]).inputs()
     cache = QwenImage21KVCache(len(transformer.transformer_blocks))
     reference_velocity(reference.transformer, *inputs, picture(3, 5, 0), 0.5, cache, "extract")
-    for ours, theirs in zip(transformer.prefill(*inputs).layers, cache.layer_caches):
-        for a, b in zip(ours, theirs.get()):
-            assert relative_error(a.transpose(1, 2), b) <= 1e-5
+    theirs = [tensor for layer in cache.layer_caches for tensor in layer.get()]
+    for ours, their in zip(joined(transformer.prefill(*inputs)), theirs, strict=True):
+        assert relative_error(ours.transpose(1, 2), their) <= 1e-5
 
 
 @given(layout=layouts, target=grids, sigma=sigmas, seed=seeds)

@@ -60,3 +60,9 @@ _runs = st.one_of(st.integers(1, 6).map(lambda n: (None,) * n), grids.map(lambda
 layouts = st.lists(_runs, min_size=1, max_size=6).map(lambda runs: Layout(sum(runs, ())))
 sigmas = st.integers(1, 64).map(lambda n: n / 64)
 seeds = st.integers(0, 2**16)
+
+
+def joined(prefix) -> list[torch.Tensor]:
+    """Keys and values of the whole prefix, layer by layer: (1, heads, tokens, head_dim)."""
+    empty = prefix.parts[0].layers[0][0].values[:, :, :0].to(prefix.parts[0].dtype)
+    return [tensor for layer in range(len(prefix.parts[0].layers)) for tensor in prefix.join(layer, empty, empty)]

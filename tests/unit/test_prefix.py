@@ -3,11 +3,12 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.layouts import grids, layouts, picture, seeds, sigmas
+from unit.layouts import grids, joined, layouts, picture, seeds, sigmas
 
 
 def tensors(prefix) -> list[torch.Tensor]:
-    return [tensor for layer in prefix.layers for tensor in layer]
+    """What is stored, part by part."""
+    return [stored.values for part in prefix.parts for layer in part.layers for stored in layer]
 
 
 def copies(prefix) -> list[torch.Tensor]:
@@ -45,7 +46,8 @@ def test_in_two_parts_equals_at_once(transformer, layout, data, grid, sigma, see
     before = copies(past)
     both = transformer.prefill(context[:, texts:], second.image_slots, references[pictures:], past)
     assert both.position == whole.position
-    assert all(map(close, tensors(both), tensors(whole)))
+    assert all(map(close, joined(both), joined(whole)))
+    assert both.parts[:1] == past.parts  # shared, not copied
     assert all_equal(tensors(past), before)
     noisy = picture(*grid, seed + 1)
     assert close(transformer.denoise(noisy, sigma, both), transformer.denoise(noisy, sigma, whole))
@@ -59,7 +61,7 @@ def test_what_follows_changes_nothing_before_it(transformer, layout, data):
     context, _, references = layout.inputs()
     whole = transformer.prefill(*layout.inputs())
     alone = transformer.prefill(context[:, : shorter.text_tokens], shorter.image_slots, references[: len(shorter.grids)])
-    assert all(close(long[:, :, : alone.tokens], short) for long, short in zip(tensors(whole), tensors(alone)))
+    assert all(close(long[:, :, : alone.tokens], short) for long, short in zip(joined(whole), joined(alone)))
 
 
 @given(layout=layouts, grid=grids, sigma=sigmas, seed=seeds)

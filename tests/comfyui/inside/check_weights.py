@@ -205,14 +205,11 @@ def check_cache_precisions():
 
 
 def check_cache_budget():
-    """What does not fit goes to host memory, which on a CPU shows in the kind of object kept."""
-    stored, kv = core("qwen21.prefix_cache").StoredPrefix, core("qwen21.transformer").PrefixKV
+    """What is larger than the budget goes to host memory."""
     settings, device = core("nodes.bridge_model").CacheSettings, torch.device("cpu")
-    prefix = core_transformer().prefill(torch.randn(1, 5, 64))
-    assert isinstance(settings(budget=prefix.nbytes).store(prefix, device), kv)
-    assert isinstance(settings(budget=prefix.nbytes - 1).store(prefix, device), stored)
-    assert isinstance(settings(budget=1, device="gpu").store(prefix, device), kv)
-    assert isinstance(settings(budget=1 << 40, device="cpu").store(prefix, device), stored)
+    assert settings(budget=1000).stays(1000, device) and not settings(budget=1000).stays(1001, device)
+    assert settings(budget=1, device="gpu").stays(1 << 40, device) and not settings(budget=1 << 40, device="cpu").stays(1, device)
+    assert settings().stays(1, device) and not settings().stays(1 << 60, device)
 
 
 def check_cache_node_leaves_its_input_alone():

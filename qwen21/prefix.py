@@ -1,0 +1,116 @@
+"""Keys and values of a prefix: in parts, so that prefixes which begin alike share memory as far as they are alike.
+
+K carries the rotary embedding and is the sensitive half, so V alone can be stored in 8 bits. In FP8 E4M3 each token and head has one
+FP32 scale.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+PRECISIONS = ("default", "fp8_v", "fp8_kv")
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """(1, heads, tokens, head_dim) in its own dtype, or in FP8 with `scale` (1, heads, tokens, 1) in FP32."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @classmethod
+    def quantized(cls, x: torch.Tensor) -> "StoredTensor":
+        scale = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
+        return cls((x.float() / scale).to(FP8), scale)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+
+    def slice(self, start: int, stop: int) -> "StoredTensor":
+        """Tokens `start` to `stop`, in memory of their own."""
+        return StoredTensor(*(x if x is None else x[:, :, start:stop].clone() for x in (self.values, self.scale)))
+
+    def to(self, device: torch.device) -> "StoredTensor":
+        """On `device`; in pinned memory if that is the host of a GPU, so that copies can overlap computing."""
+        return StoredTensor(*(x if x is None else _moved(x, device) for x in (self.values, self.scale)))
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """As it was stored, on `device` and in `dtype`."""
+        values = self.values.to(device, non_blocking=True)
+        return values if self.scale is None else (values.float() * self.scale.to(device, non_blocking=True)).to(dtype)
+
+
+def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu" and x.device.type == "cuda":
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    return x.to(device)
+
+
+@dataclass(frozen=True)
+class KVPart:
+    """Keys (after RoPE) and values of consecutive tokens, one pair a layer. `dtype` is what they were computed in. Never written to."""
+
+    layers: tuple[tuple[StoredTensor, StoredTensor], ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> "KVPart":
+        """`layers` holds one pair of (1, heads, tokens, head_dim) a layer."""
+        return cls(tuple((StoredTensor(k), StoredTensor(v)) for k, v in layers), layers[0][0].dtype)
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0][0].values.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0][0].values.device
+
+    def slice(self, start: int, stop: int) -> "KVPart":
+        """Tokens `start` to `stop`, in memory of their own."""
+        return KVPart(tuple((k.slice(start, stop), v.slice(start, stop)) for k, v in self.layers), self.dtype)
+
+    def to(self, device: torch.device) -> "KVPart":
+        return self if self.device == device else KVPart(tuple((k.to(device), v.to(device)) for k, v in self.layers), self.dtype)
+
+    def quantized(self, precision: str) -> "KVPart":
+        """Stored in `precision`, one of PRECISIONS: V, or K and V, in FP8."""
+        if precision == "default":
+            return self
+        fp8_k = precision == "fp8_kv"
+        return KVPart(tuple((StoredTensor.quantized(k.values) if fp8_k else k, StoredTensor.quantized(v.values)) for k, v in self.layers), self.dtype)
+
+
+@dataclass(frozen=True)
+class PrefixKV:
+    """A prefix as parts in order. `position` is the running position after it: where whatever follows begins."""
+
+    parts: tuple[KVPart, ...] = ()
+    position: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def join(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of `layer` with `k` and `v` (batch, heads, tokens, head_dim) behind them, on their device."""
+        stored = [part.layers[layer] for part in self.parts]
+        return _join([pair[0] for pair in stored], k), _join([pair[1] for pair in stored], v)
+
+
+def _join(stored: Sequence[StoredTensor], last: torch.Tensor) -> torch.Tensor:
+    if not stored:
+        return last
+    return torch.cat([*(x.load(last.device, last.dtype).expand(len(last), -1, -1, -1) for x in stored), last], dim=2)
