@@ -45,7 +45,7 @@ def check_prompt_is_taken_as_it_is():
 def check_every_layer_is_comfyuis():
     """Else part of the encoder would stay behind when ComfyUI offloads or quantises it."""
     model = loaded()[1].cond_stage_model.model
-    strangers = {type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)) and not hasattr(module, "comfy_cast_weights")}
+    strangers = {type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)) and not getattr(module, "comfy_cast_weights", False)}
     assert not strangers, strangers
 
 
