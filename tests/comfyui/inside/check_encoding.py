@@ -126,7 +126,7 @@ def check_near_copy_is_moved_and_said():
     positive, negative = ([[c[0][0], c[0][1] | {"qwen21_references": [square]}]] for c in (positive, negative))
     with replaced(latents, "say", lambda text, node: said.append(text)), replaced(latents, "reference_latents", lambda vae, picture: torch.zeros(1, 64, 64, 64)):
         references(positive, negative, "last reference")
-    assert len(said) == 1 and "near-copy" in said[0] and "auto" in said[0]
+    assert len(said) == 1 and "near-copy" in said[0] and "1056" in said[0]
 
 
 def check_odd_images():
