@@ -161,8 +161,10 @@ def test_masked_edit_leaves_everything_else_to_the_bit(server, checkpoint):
         inputs = node["inputs"]
         if node["class_type"] == "LoadImage":
             inputs["image"] = "odd.png"
-        elif node["class_type"] == "SolidMask":
-            inputs["width"], inputs["height"] = box if inputs["value"] else (width, height)
+        elif node["class_type"] == "ImageScale":
+            inputs["width"], inputs["height"] = width, height
+        elif node["class_type"] == "SolidMask" and inputs["value"]:
+            inputs["width"], inputs["height"] = box
         elif node["class_type"] == "Qwen21Sampler":
             inputs["steps"] = 2
     finished = server.run(graph)

@@ -127,17 +127,19 @@ Only the masked rectangle is replaced; every pixel outside it stays as it was, t
 - **size_policy** keep: the reference's own pixels, so the result lies exactly on the picture. Up to 4.5 megapixels.
 - After decoding, **Image Composite Masked** puts the new pixels on the original through the mask.
 - A mask of your own: right-click the picture, *Open in MaskEditor*, then connect the picture's MASK to the composite in place of the rectangle's. Do not blur it if the rest must stay exact.
-- Choose a picture of another size: give the empty mask that size.`, '. Pictures near a megapixel suit it best.')),
-    group('Model and picture', BLUE, loader, picture('picture', 'Picture to edit')),
-    group('What to change', GREEN, encode('encode', 'change the background to a plain yellow background', { 'images.image_1': 'picture.IMAGE' }, { size_policy: 'keep' }), references('references', 'encode')),
-    group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent', { steps: 12 }), decode('decode', 'sampler.latent')),
+- The picture is scaled down because ${CHECKPOINT} knows nothing larger. **With the full model bypass that node** (select it, Ctrl+B).`, '. Pictures near a megapixel suit it best.')),
+    group('Model and picture', BLUE, loader, picture('picture', 'Picture to edit'),
+      { id: 'scaled', type: 'ImageScale', title: 'Bypass this with the full model', set: { upscale_method: 'lanczos', width: 256, height: 256, crop: 'center' }, from: { image: 'picture.IMAGE' } }),
+    group('What to change', GREEN, encode('encode', 'change the background to a plain yellow background', { 'images.image_1': 'scaled.IMAGE' }, { size_policy: 'keep' }), references('references', 'encode')),
+    group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
     group('Mask: a rectangle', BLUE,
-      { id: 'blank', type: 'SolidMask', title: 'Nothing masked: size of the picture', set: { value: 0, width: 768, height: 768 } },
-      { id: 'box', type: 'SolidMask', title: 'Rectangle: its size', set: { value: 1, width: 768, height: 300 } },
+      { id: 'size', type: 'GetImageSize', from: { image: 'scaled.IMAGE' } },
+      { id: 'blank', type: 'SolidMask', title: 'Nothing masked', set: { value: 0 }, from: { width: 'size.width', height: 'size.height' } },
+      { id: 'box', type: 'SolidMask', title: 'Rectangle: its size', set: { value: 1, width: 256, height: 110 } },
       { id: 'mask', type: 'MaskComposite', title: 'Rectangle: its place', set: { x: 0, y: 0, operation: 'add' }, from: { destination: 'blank.MASK', source: 'box.MASK' } }),
     group('Result', OCHRE,
       { id: 'composite', type: 'ImageCompositeMasked', title: 'New pixels inside, old ones outside', set: { x: 0, y: 0, resize_source: false },
-        from: { destination: 'picture.IMAGE', source: 'decode.image', mask: 'mask.MASK' } },
+        from: { destination: 'scaled.IMAGE', source: 'decode.image', mask: 'mask.MASK' } },
       save('composite.IMAGE', 'masked_edit')),
   ]],
 
