@@ -15,7 +15,6 @@ from torch import nn
 from .config import VAEConfig
 from .errors import Qwen21Error
 
-
 # How far a result of Decoder.up (in latent positions) and of Encoder.down (in pixels, rounded up to whole latents) can see. The
 # published depth: per level, two 3x3 convolutions a residual block, and one that changes the size.
 DECODER_HALO = 13
