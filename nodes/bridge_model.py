@@ -161,11 +161,13 @@ class LatentFormat(comfy.latent_formats.LatentFormat):
     latent_channels = 64
     spacial_downscale_ratio = 16
 
-    def __init__(self, vae: VAEConfig = VAEConfig(latents_mean=(0.0,) * 64, latents_std=(1.0,) * 64)):
+    def __init__(self, vae: VAEConfig = VAEConfig(latents_mean=(0.0,) * 64, latents_std=(1.0,) * 64), preview: dict | None = None):
+        """`preview` holds a checkpoint's own "factors" and "bias" for previews; without it ComfyUI's for this latent serve, or the pack's."""
         self.vae = vae
         host = getattr(comfy.latent_formats, "QwenImage21", None)
-        self.latent_rgb_factors = host.latent_rgb_factors if host else PREVIEW["factors"]
-        self.latent_rgb_factors_bias = host.latent_rgb_factors_bias if host else PREVIEW["bias"]
+        if preview is None and host is not None:
+            preview = {"factors": host.latent_rgb_factors, "bias": host.latent_rgb_factors_bias}
+        self.latent_rgb_factors, self.latent_rgb_factors_bias = ((preview or PREVIEW)[key] for key in ("factors", "bias"))
 
     def _statistics(self, latent: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(latent.new_tensor(values)[:, None, None] for values in (self.vae.latents_mean, self.vae.latents_std))
@@ -200,7 +202,7 @@ class ModelConfig(comfy.supported_models_base.BASE):
         dynamic = checkpoint.schedule.use_dynamic_shifting
         self.sampling_settings = {"shift": dynamic_mu(checkpoint.schedule, native_tokens) if dynamic else math.log(checkpoint.schedule.shift)}
         super().__init__({"config": checkpoint.transformer_config, "image_model": "qwen_image21"})
-        self.latent_format = LatentFormat(checkpoint.vae_config)
+        self.latent_format = LatentFormat(checkpoint.vae_config, checkpoint.preview_factors)
 
 
 class QwenImage21(comfy.model_base.QwenImage):

@@ -7,6 +7,7 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..qwen21.checkpoint import TINY
 from ..qwen21.config import read_json
 from ..qwen21.errors import Qwen21Error
 from .bridge_clip import load_clip
@@ -20,7 +21,7 @@ ROOTS = ("diffusers", "diffusion_models")
 
 
 def checkpoint_folders() -> dict[str, str]:
-    """Name in the list -> path of every Qwen-Image 2.1 folder (diffusers layout) under ComfyUI's model folders."""
+    """Name in the list -> path: the built-in tiny checkpoint, then every Qwen-Image 2.1 folder under ComfyUI's model folders."""
     found = {}
     for root in ROOTS:
         for base in folder_paths.get_folder_paths(root):
@@ -29,7 +30,7 @@ def checkpoint_folders() -> dict[str, str]:
                     children.clear()
                     if _is_ours(Path(folder)):
                         found.setdefault(os.path.relpath(folder, base), folder)
-    return dict(sorted(found.items()))
+    return {TINY: TINY} | dict(sorted(found.items()))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -54,10 +55,16 @@ class Qwen21Loader(io.ComfyNode):
             node_id="Qwen21Loader",
             display_name="Qwen-Image 2.1 Loader",
             category=CATEGORY,
-            description="Loads a Qwen-Image 2.1 checkpoint folder (diffusers layout) from models/diffusers or models/diffusion_models.",
+            description="Loads a Qwen-Image 2.1 checkpoint folder (diffusers layout) from models/diffusers or models/diffusion_models, or the built-in tiny one.",
             search_aliases=["qwen image 2.1", "load qwen", "checkpoint", "model loader", "diffusers"],
             inputs=[
-                io.Combo.Input("checkpoint", options=folders, tooltip="Folder with model_index.json, transformer, text_encoder, vae, scheduler and processor."),
+                io.Combo.Input(
+                    "checkpoint",
+                    options=folders,
+                    default=TINY,
+                    tooltip="tiny comes with the pack and paints simple shapes at 256 pixels, at once. Others: folders with model_index.json, transformer, "
+                    "text_encoder, vae, scheduler and processor.",
+                ),
                 io.Combo.Input("text_encoder", options=[SAME, *folders], default=SAME, advanced=True, tooltip="Take the Qwen3-VL text encoder of another checkpoint folder."),
                 io.Combo.Input("vae", options=[SAME, *folders], default=SAME, advanced=True, tooltip="Take the VAE of another checkpoint folder."),
                 io.Combo.Input("weight_dtype", options=list(DTYPES), default="default", advanced=True, tooltip="Precision of the denoiser's weights. default: what ComfyUI finds best for the device."),

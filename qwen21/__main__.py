@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     runs = _Parser(add_help=False)
-    runs.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint folder in the diffusers layout")
+    runs.add_argument("--model", default="tiny", metavar="FOLDER", help="checkpoint folder in the diffusers layout; default: tiny, the built-in one")
     runs.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda and mps, float32 on cpu")
     runs.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
     runs.add_argument(

@@ -24,16 +24,18 @@ TEMPLATE_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pa
 
 
 PARTS = ("text_encoder", "transformer", "vae")
+TINY = "tiny"  # the name of the checkpoint that comes with the package
+TINY_FOLDER = Path(__file__).parent / "tiny" / "model"
 
 
 class Checkpoint:
-    """A Qwen-Image 2.1 folder: `model_index.json`, `transformer/`, `text_encoder/`, `vae/`, `scheduler/`, `processor/`.
+    """A Qwen-Image 2.1 folder, or "tiny" for the built-in one: `model_index.json`, `transformer/`, `text_encoder/`, `vae/`, `scheduler/`, `processor/`.
 
     Opening it reads and checks the configs and the headers of the weight files. Raises Qwen21Error if a part is missing, is another model's, or does not fit the others.
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = TINY_FOLDER if folder == TINY else Path(folder)
         if not self.folder.is_dir():
             raise Qwen21Error(f"the model {folder} is not a folder: give a Qwen-Image 2.1 folder in the diffusers layout")
         self.index = ModelIndex.from_dict(*self._config("model_index.json"))
@@ -42,10 +44,17 @@ class Checkpoint:
         self.schedule = ScheduleConfig.from_dict(*self._config("scheduler/scheduler_config.json"))
         self._encoder_config, source = self._config("text_encoder/config.json")
         self._check_fit(source)
+        preview = self.folder / "latent_rgb_factors.json"
+        self.preview_factors: dict | None = read_json(preview) if preview.is_file() else None  # "factors" (64, 3) and "bias" (3), if it brings its own
         for part in PARTS:
             for path in sorted(set(weight_files(self.folder / part).values())):
                 with open_safetensors(path):  # a truncated file shows here, not after the parts before it have run
                     pass
+
+    @property
+    def name(self) -> str:
+        """What to call it in records."""
+        return TINY if self.folder == TINY_FOLDER else self.folder.resolve().name
 
     def transformer(self, device: torch.device, dtype: torch.dtype) -> QwenImage21Transformer:
         """The denoiser, in eval mode without gradients."""

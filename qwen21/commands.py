@@ -79,7 +79,7 @@ def _pipeline(options: Namespace, checkpoint: Checkpoint, device: torch.device, 
 def _paint(job: Job, outputs: dict[int, Path], request, pipeline: Pipeline) -> dict:
     """Paint and write the pictures of a job; what it was and cost, as JSON takes it."""
     report = Report()
-    run = {"dtype": str(pipeline.dtype).removeprefix("torch."), "model": pipeline.checkpoint.folder.resolve().name}
+    run = {"dtype": str(pipeline.dtype).removeprefix("torch."), "model": pipeline.checkpoint.name}
     with ExitStack() as bars:  # closes a bar that an error cuts short, so that the message gets a line of its own
         pictures = pipeline.generate(request, list(outputs), report, lambda steps: bars.enter_context(_progress_bar(steps)))
         for (seed, path), picture in zip(outputs.items(), pictures):

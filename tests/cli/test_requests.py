@@ -62,7 +62,7 @@ def test_steps_that_contradict_fixed_sigmas(paint, turbo_folder):
     assert paint("--steps", 8, model=turbo_folder).code == 0
 
 
-@pytest.mark.parametrize("missing", [["generate"], ["generate", "a cat"], ["generate", "a cat", "-o", "a.png"], ["make-random"], [], ["paint"]])
+@pytest.mark.parametrize("missing", [["generate"], ["generate", "a cat"], ["batch"], ["make-random"], [], ["paint"]])
 def test_missing_arguments(run_command, missing):
     assert "error: " in run_command(*missing).failed(2)
 
