@@ -53,8 +53,8 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tenso
 
 
 def bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """True where a key is seen, as what attention adds to its scores."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, float("-inf"))
+    """True where a key is seen, as what attention adds to its scores (finite, so that no kernel can make NaN of it)."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -1e4)
 
 
 # ------------------------------------------------------------------------------------------------------------ vision tower

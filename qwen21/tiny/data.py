@@ -1,7 +1,10 @@
-"""Training data: tasks drawn on all processor cores, their pictures rendered and encoded once on the GPU and kept there."""
+"""Training data: a process of its own draws tasks, renders their pictures and encodes them, while the trainer compiles and trains."""
 
+import mmap
+import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -85,74 +88,112 @@ def collate(layouts: Sequence[dict[str, np.ndarray]], room: Room) -> Batch:
     )
 
 
-class Samples:
-    """The samples of one room on the device. Drawn from while it is still being filled: `ready` counts what is there."""
+Encode = Callable[[torch.Tensor], torch.Tensor]  # pixels (batch, 4, height, width) to normalised latents
 
-    def __init__(self, name: str, count: int, encode: Callable[[torch.Tensor], torch.Tensor], device: torch.device, paint=world.paint, chunk: int = 256):
-        """`encode(pixels, square)` maps (chunk, 4, height, width) to normalised latents; `square` says that the shape is always (chunk, 4, 256, 256)."""
-        self.room, self.ready, self.encode, self.paint, self.chunk = ROOMS[name], 0, encode, paint, chunk
-        self.colours = world.palette(device)
-        room, empty = self.room, lambda *shape, dtype=torch.bfloat16: torch.zeros(count, *shape, dtype=dtype, device=device)
-        example = draw_samples(name, 1, 0)
-        self.arrays = [empty(*example[key].shape[1:], dtype=torch.int16) for key in LAYOUT_KEYS]
-        self.target = empty(room.target, 64)
-        self.reference_latents = empty(room.references, REFERENCE_TOKENS, 64)
-        self.patches = empty(room.references, REFERENCE_TOKENS, 768, dtype=torch.uint8)
+
+def shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A zero tensor that forked processes see alike."""
+    size = max(1, int(np.prod(shape))) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)[: int(np.prod(shape))].view(shape)
+
+
+class Store:
+    """The samples of one room in shared memory; `ready` counts those that are there."""
+
+    def __init__(self, name: str, count: int):
+        self.name, self.room, self.count = name, ROOMS[name], count
+        example, slots = draw_samples(name, 1, 0), ROOMS[name].references
+        self.arrays = [shared(count, *example[key].shape[1:], dtype=torch.int16) for key in LAYOUT_KEYS]
+        self.patches = shared(count, slots, REFERENCE_TOKENS, 768, dtype=torch.uint8)
+        self.reference_latents = shared(count, slots, REFERENCE_TOKENS, 64, dtype=torch.bfloat16)
+        self.target = shared(count, self.room.target, 64, dtype=torch.bfloat16)
+        self._ready = shared(1, dtype=torch.int64)
+
+    @property
+    def ready(self) -> int:
+        return int(self._ready)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the order of Batch."""
+        return [*self.arrays, self.patches, self.reference_latents, self.target]
 
     @torch.no_grad()
-    def add(self, drawn: dict[str, np.ndarray]) -> None:
+    def add(self, drawn: dict[str, np.ndarray], encode: Encode, device: torch.device) -> None:
         """Render and encode what `draw_samples` made."""
-        start, count, device = self.ready, len(drawn["ids"]), self.target.device
+        start, count, slots = self.ready, len(drawn["ids"]), self.room.references
         for array, key in zip(self.arrays, LAYOUT_KEYS):
-            array[start : start + count] = torch.from_numpy(drawn[key]).to(device)
-        slots, used = self.room.references, drawn["reference_of"]
-        for index, latents, _ in self._pictures(drawn, "target", drawn["target_grid"]):
-            self.target[start + index] = self.to_tokens(latents, self.room.target).to(torch.bfloat16)
+            array[start : start + count] = torch.from_numpy(drawn[key])
+        for index, latents, _ in self._pictures(drawn, "target", drawn["target_grid"], encode, device):
+            self.target[start + index] = to_tokens(latents, self.room.target).to(torch.bfloat16).cpu()
         if slots:
-            flat_latents, flat_patches = self.reference_latents.flatten(0, 1), self.patches.flatten(0, 1)
-            where = start * slots + torch.from_numpy(used).to(device)
-            for index, latents, pixels in self._pictures(drawn, "reference", drawn["reference_grids"].reshape(-1)[used]):
-                flat_latents[where[index]] = self.to_tokens(latents, REFERENCE_TOKENS).to(torch.bfloat16)
-                flat_patches[where[index]] = self.to_patches(pixels)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        self.ready += count
+            used = drawn["reference_of"]
+            where = start * slots + torch.from_numpy(used)
+            for index, latents, pixels in self._pictures(drawn, "reference", drawn["reference_grids"].reshape(-1)[used], encode, device):
+                self.reference_latents.flatten(0, 1)[where[index]] = to_tokens(latents, REFERENCE_TOKENS).to(torch.bfloat16).cpu()
+                self.patches.flatten(0, 1)[where[index]] = to_patches(pixels).cpu()
+        self._ready += count
 
-    def _pictures(self, drawn: dict[str, np.ndarray], name: str, grids: np.ndarray):
-        """(indices, latents, pixels) of the pictures `name`, size by size."""
-        device = self.target.device
+    @staticmethod
+    def _pictures(drawn: dict[str, np.ndarray], name: str, grids: np.ndarray, encode: Encode, device: torch.device, tokens: int = 256 * 256):
+        """(indices, latents, pixels) of the pictures `name`, size by size, at most so many latents at once."""
         things, backgrounds = (torch.from_numpy(drawn[f"{name}_{part}"]).to(device) for part in ("things", "backgrounds"))
+        colours = world.palette(device)
         for grid in np.unique(grids):
             rows, columns = GRIDS[grid]
-            square = rows == columns == 16
-            step = max(1, self.chunk * 256 // max(256, rows * columns))
-            for index in torch.from_numpy(np.flatnonzero(grids == grid)).to(device).split(step):
-                full = torch.cat([index, index[:1].expand(step - len(index))]) if square else index  # one compiled shape
-                pixels = world.render(things[full], backgrounds[full], 16 * rows, 16 * columns, self.colours, self.paint if square else world.paint)
+            for index in torch.from_numpy(np.flatnonzero(grids == grid)).split(tokens // (rows * columns)):
+                pixels = world.render(things[index], backgrounds[index], 16 * rows, 16 * columns, colours)
                 pixels = (pixels * 127.5 + 127.5).round() / 127.5 - 1  # what a PNG keeps
-                yield index, self.encode(pixels, square)[: len(index)], pixels[: len(index)]
+                latents = encode(pixels)
+                if not latents.isfinite().all():
+                    print(f"a {16 * columns} x {16 * rows} picture has latents that are not finite: zeros are used", file=sys.stderr, flush=True)
+                    latents = latents.nan_to_num(0, 0, 0)
+                yield index, latents, pixels
 
-    @staticmethod
-    def to_tokens(latents: torch.Tensor, tokens: int) -> torch.Tensor:
-        """(batch, 64, rows, columns) to (batch, tokens, 64), padded with zeros."""
-        flat = latents.flatten(2).transpose(1, 2)
-        return torch.nn.functional.pad(flat, (0, 0, 0, tokens - flat.shape[1]))
 
-    @staticmethod
-    def to_patches(pixels: torch.Tensor) -> torch.Tensor:
-        """RGBA (batch, 4, height, width) in [-1, 1] to what the tower reads: uint8 (batch, 256, 768) over white, in 2 x 2 merge order."""
-        batch, _, height, width = pixels.shape
-        alpha = pixels[:, 3:] * 0.5 + 0.5
-        rgb = ((pixels[:, :3] * alpha + 1 - alpha) * 127.5 + 127.5).round().to(torch.uint8)
-        grid = rgb.view(batch, 3, height // 32, 2, 16, width // 32, 2, 16).permute(0, 2, 5, 3, 6, 1, 4, 7)
-        flat = grid.reshape(batch, height * width // 256, 768)
-        return torch.nn.functional.pad(flat, (0, 0, 0, REFERENCE_TOKENS - flat.shape[1]))
+def fill(stores: dict[str, Store], seed: int, workers: int, new_encoder: Callable[[], tuple[Encode, torch.device]], chunk: int) -> None:
+    """Fill the stores, all alike. For a process of its own, forked before CUDA is used: `new_encoder` is called here."""
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        encode, device = new_encoder()
+        for name, drawn in draw_chunks(pool, {name: store.count for name, store in stores.items()}, seed, chunk):
+            stores[name].add(drawn, encode, device)
 
-    def batch(self, index: torch.Tensor) -> Batch:
-        return Batch(*(a[index] for a in self.arrays), patches=self.patches[index], reference_latents=self.reference_latents[index], target=self.target[index])
+
+class Samples:
+    """What is ready of a Store, on the device."""
+
+    def __init__(self, store: Store, device: torch.device):
+        self.store, self.device, self.count = store, device, 0
+        self.tensors = [torch.zeros_like(t, device=device) for t in store.tensors]
+
+    def pull(self) -> bool:
+        """Copy what has become ready; whether that is all."""
+        ready = self.store.ready
+        if ready > self.count:
+            for mine, theirs in zip(self.tensors, self.store.tensors):
+                mine[self.count : ready] = theirs[self.count : ready].to(self.device)
+            self.count = ready
+        return ready == self.store.count
 
     def random(self, count: int) -> Batch:
-        return self.batch(torch.randint(0, self.ready, (count,), device=self.target.device))
+        index = torch.randint(0, self.count, (count,), device=self.device)
+        return Batch(*(t[index] for t in self.tensors))
+
+
+def to_tokens(latents: torch.Tensor, tokens: int) -> torch.Tensor:
+    """(batch, 64, rows, columns) to (batch, tokens, 64), padded with zeros."""
+    flat = latents.flatten(2).transpose(1, 2)
+    return torch.nn.functional.pad(flat, (0, 0, 0, tokens - flat.shape[1]))
+
+
+def to_patches(pixels: torch.Tensor) -> torch.Tensor:
+    """RGBA (batch, 4, height, width) in [-1, 1] to what the tower reads: uint8 (batch, 256, 768) over white, in 2 x 2 merge order."""
+    batch, _, height, width = pixels.shape
+    alpha = pixels[:, 3:] * 0.5 + 0.5
+    rgb = ((pixels[:, :3] * alpha + 1 - alpha) * 127.5 + 127.5).round().to(torch.uint8)
+    grid = rgb.view(batch, 3, height // 32, 2, 16, width // 32, 2, 16).permute(0, 2, 5, 3, 6, 1, 4, 7)
+    flat = grid.reshape(batch, height * width // 256, 768)
+    return torch.nn.functional.pad(flat, (0, 0, 0, REFERENCE_TOKENS - flat.shape[1]))
 
 
 def processes() -> int:

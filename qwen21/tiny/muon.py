@@ -37,3 +37,8 @@ class Muon:
             update = orthogonal(update).to(group[0].dtype) * max(1.0, shape[0] / shape[1]) ** 0.5
             torch._foreach_mul_(group, 1 - rate * self.decay)
             torch._foreach_add_(group, list(update.unbind(0)), alpha=-rate)
+
+    def reset(self) -> None:
+        """Forget the momentum."""
+        for group in self.buffers.values():
+            torch._foreach_zero_(group)

@@ -21,7 +21,8 @@ class Run:
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            torch.backends.cuda.enable_cudnn_sdp(False)  # the memory-efficient kernel is the proven one with a mask
         if self.size > 1:
             dist.init_process_group("nccl" if self.cuda else "gloo")
         self.out, self.started = Path(out), time.time()
@@ -42,14 +43,17 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.cuda)
 
-    def average(self, parameters: list[nn.Parameter]) -> None:
-        """The mean of the gradients over the processes."""
+    def combine(self, parameters: list[nn.Parameter], most: float = 1.0) -> torch.Tensor:
+        """Gradients become their mean over the processes, clipped to a norm of `most`, or zero if not finite. Returns the norm before."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
         if self.size > 1:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            flat = torch.cat([g.flatten() for g in gradients])
             dist.all_reduce(flat)
             flat /= self.size
-            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(flat.split([g.numel() for g in gradients]), gradients)])
+        norm = flat.norm()
+        flat = torch.where(norm.isfinite(), flat * (most / (norm + 1e-6)).clamp(max=1), 0.0)
+        torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(flat.split([g.numel() for g in gradients]), gradients)])
+        return norm
 
     def agree(self, value: float) -> float:
         """The first process's number, so that all stop, and slow down, at the same step."""

@@ -25,6 +25,7 @@ def main() -> None:
     joint.add_argument("--data", type=float, default=1.0, help="scales the number of samples")
     joint.add_argument("--batch", type=float, default=1.0, help="scales the number of samples in a step")
     joint.add_argument("--end-at", type=float, default=0.0, help="unix time at which to stop, instead of --seconds")
+    joint.add_argument("--tables", type=int, default=0, help="how many smaller evaluations on the way")
     joint.add_argument("--evaluate", type=float, default=1.0, help="scales the number of prompts scored; 0: none")
     for stage in (vae, joint):
         stage.add_argument("--out", type=Path, required=True, help="folder for weights and log")

@@ -6,7 +6,7 @@ against the same prefix. The VAE is frozen, its latents are computed once.
 
 import math
 import multiprocessing
-import threading
+import os
 import time
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ..sampling import initial_noise
 from ..schedule import dynamic_sigmas
 from . import world
 from .batched import PLAIN_BLOCKS, Compiler, Denoiser, TextEncoder
-from .data import Samples, collate, draw_chunks, draw_samples, processes
+from .data import Samples, Store, collate, fill, processes, to_patches, to_tokens
 from .evaluate import STEPS, Job, contact_sheet, draw_jobs, format_table, score_all, summarize
 from .layout import GRIDS, REFERENCE_TOKENS, ROOMS, Layouter
 from .models import new_text_encoder, new_transformer
@@ -30,11 +30,11 @@ from .tokens import load_tokenizer
 from .train_vae import new_vae
 
 # Samples kept, by room, in each process.
-COUNTS = {"t2i": 120_000, "edit": 80_000, "compose": 16_000, "large": 4_000}
-# A step trains "t2i", "edit" and one of the others in turn: (prompts, noise levels a prompt, weight).
+COUNTS = {"t2i": 40_000, "edit": 27_000, "compose": 5_000, "large": 1_500}
+# What a step trains: (prompts, noise levels a prompt, weight); the others are added once in so many steps, uncompiled.
 EVERY_STEP = {"t2i": (192, 1, 0.4), "edit": (128, 2, 0.45)}
-IN_TURN = ("compose", "large", "compose", "compose")
-TURN = {"compose": (40, 2, 0.2), "large": (24, 1, 0.2)}
+SOMETIMES = {"compose": (32, 2, 0.4), "large": (24, 1, 0.2)}
+PERIOD = {"compose": (6, 0), "large": (12, 3)}  # every so many steps, beginning with
 SHIFT = 0.5  # mu of the schedule at 256 x 256
 
 
@@ -87,10 +87,10 @@ class BatchPainter:
             pixels = (pixels * 127.5 + 127.5).round() / 127.5 - 1
             latents = torch.cat([(self.vae.encode(x) - self.mean) / self.std for x in pixels.split(64)])
             slots = [row * room.references + i for row, job in enumerate(fits) for i in range(len(jobs[job].task.references))]
-            batch.patches.flatten(0, 1)[slots] = Samples.to_patches(pixels)
-            batch.reference_latents.flatten(0, 1)[slots] = Samples.to_tokens(latents, REFERENCE_TOKENS)
+            batch.patches.flatten(0, 1)[slots] = to_patches(pixels)
+            batch.reference_latents.flatten(0, 1)[slots] = to_tokens(latents, REFERENCE_TOKENS)
         rows, columns = GRIDS[grid]
-        x = Samples.to_tokens(torch.cat([initial_noise(jobs[i].seed, rows, columns) for i in fits]).to(device), room.target)
+        x = to_tokens(torch.cat([initial_noise(jobs[i].seed, rows, columns) for i in fits]).to(device), room.target)
         sigmas = dynamic_sigmas(ScheduleConfig(), STEPS, rows * columns).tolist()
         with self.run.autocast():
             prefix = self.denoiser.prefill(self.encoder(batch, PLAIN_BLOCKS), batch, PLAIN_BLOCKS)
@@ -105,42 +105,38 @@ class BatchPainter:
 
 def train(
     out: Path, vae: Path, seconds: float, seed: int = 0, rate: float = 2e-3, matrix_rate: float = 0.02, fall: float = 0.5, start: Path | None = None,
-    data: float = 1.0, batch: float = 1.0, evaluate: float = 1.0, end_at: float = 0.0,
+    data: float = 1.0, batch: float = 1.0, evaluate: float = 1.0, end_at: float = 0.0, tables: int = 0,
 ) -> None:  # fmt: skip
     """Train for `seconds`, the last fraction `fall` with a falling rate. `vae` is the folder of that stage, `start` one of this stage to go on from.
 
-    `end_at` (unix time) takes the place of `seconds`, so that compilation counts too. `data` and `batch` scale the number of samples kept and trained on in a step, `evaluate` that of the prompts scored (0: none).
+    `end_at` (unix time) takes the place of `seconds`, so that compilation counts too. `data` and `batch` scale the number of samples kept and
+    trained on in a step, `evaluate` that of the prompts scored at the end (0: none); `tables` is the number of smaller tables on the way.
     """
     templates()  # before the workers are forked, so that they share them
-    pool = multiprocessing.get_context("fork").Pool(processes())  # before CUDA wakes up
+    pool = multiprocessing.get_context("fork").Pool(processes())
     counts = {name: max(8, round(count * data)) for name, count in COUNTS.items()}
-    run = Run("joint", out, seed, seconds=seconds, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts=counts, every_step=EVERY_STEP,
-              in_turn={name: TURN[name] for name in IN_TURN}, batch=batch)  # fmt: skip
-    torch._dynamo.config.cache_size_limit = 64
-    drawn = draw_chunks(pool, counts, 1 + 100 * seed + run.rank, chunk=1000 if run.cuda else 8)
-    autoencoder, mean, std = load_vae(vae, run.device)
-    paint, chunk = run.compile(world.paint), 256 if run.cuda else 4
+    stores = {name: Store(name, count) for name, count in counts.items()}
+    rank = int(os.environ.get("RANK", 0))
 
-    def encode(pixels: torch.Tensor) -> torch.Tensor:
-        with run.autocast():
-            return (autoencoder.encode(pixels.contiguous(memory_format=torch.channels_last)).float() - mean) / std
+    def new_encoder():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+        autoencoder, mean, std = load_vae(vae, device)
 
-    fast_encode = run.compile(encode)
-    samples = {name: Samples(name, count, lambda pixels, square: (fast_encode if square else encode)(pixels), run.device, paint, chunk) for name, count in counts.items()}
-    for name in samples:  # compiles the encoder, and leaves enough to compile the rest with
-        samples[name].add(draw_samples(name, min(counts[name], chunk), -1 - run.rank))
-        samples[name].ready = 0
-    run.log("encoder compiled")
+        def encode(pixels: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                return (autoencoder.encode(pixels.contiguous(memory_format=torch.channels_last)).float() - mean) / std
 
-    def fill() -> None:
-        if run.cuda:
-            torch.cuda.set_device(run.device)  # each thread has its own
-        for name, chunk in drawn:
-            samples[name].add(chunk)
-        run.log("data", **{name: s.ready for name, s in samples.items()}, latent_std=round(samples["t2i"].target[:1000].float().std().item(), 3))
+        return encode, device
 
-    filler = threading.Thread(target=fill)  # while the main thread compiles
+    # This, too, must be forked before CUDA is used here.
+    arguments = (stores, 1 + 100 * seed + rank, processes(), new_encoder, max(8, round(250 * min(1.0, 10 * data))))
+    filler = multiprocessing.get_context("fork").Process(target=fill, args=arguments)
     filler.start()
+    run = Run("joint", out, seed, seconds=seconds, end_at=end_at, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts=counts, every_step=EVERY_STEP,
+              sometimes=SOMETIMES, period=PERIOD, batch=batch)  # fmt: skip
+    torch._dynamo.config.cache_size_limit = 64
+    autoencoder, mean, std = load_vae(vae, run.device)
+    samples = {name: Samples(store, run.device) for name, store in stores.items()}
 
     torch.manual_seed(seed)
     text_model, transformer = new_text_encoder(load_tokenizer()), new_transformer()
@@ -175,19 +171,29 @@ def train(
 
     def backward(step: int) -> dict[str, torch.Tensor]:
         losses = {}
-        turn = IN_TURN[step % len(IN_TURN)]
-        for name, (count, levels, weight) in [*EVERY_STEP.items(), (turn, TURN[turn])]:
-            loss = loss_of(name, max(1, round(count * batch)), levels)
+        now = {name: how for name, how in SOMETIMES.items() if step % PERIOD[name][0] == PERIOD[name][1]}
+        for name, (count, levels, weight) in (EVERY_STEP | now).items():
+            loss = loss_of(name, max(1, round(count * batch)), levels, blocks if name in EVERY_STEP else PLAIN_BLOCKS)
             (loss * weight).backward()
             losses[name] = loss.detach()
         return losses
+
+    def recover() -> None:
+        """Gradients have stopped being finite: go back to the averages, at half the rate."""
+        nonlocal rate
+        rate /= 2
+        muon.rate /= 2
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, average.values)
+        muon.reset()
+        others.state.clear()
+        run.log("recovered", step=step, rate=rate)
 
     def keep() -> None:
         run.save("transformer", transformer.state_dict())
         run.save("text_encoder", text_model.state_dict())
 
     def judge(event: str, scale: float) -> None:
-        torch.backends.cudnn.benchmark = False  # every shape is met once
         average.swap()
         keep()
         jobs = draw_jobs(scale)
@@ -204,20 +210,26 @@ def train(
             print(format_table(table), flush=True)
             contact_sheet(jobs, pictures, scores).save(run.out / "sheet.png", optimize=True)
 
-    while any(s.ready < min(count, chunk) for s, count in zip(samples.values(), counts.values())):
+    while any(store.ready < min(store.count, 256) for store in stores.values()):
+        if not filler.is_alive() and filler.exitcode:
+            raise RuntimeError("the process that makes the data failed")
         time.sleep(0.1)
-    for index in range(len(IN_TURN)):  # compile before the clock starts
+    for s in samples.values():
+        s.pull()
+    for index in (0, 3):  # compile before the clock starts
         backward(index)
     others.zero_grad(set_to_none=False)
     for p in matrices:
         p.grad = torch.zeros_like(p)
     muon.step(0.0)
-    run.log("compiled", parameters=sum(p.numel() for p in parameters), gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0)
+    run.log("compiled", parameters=sum(p.numel() for p in parameters), samples={name: s.count for name, s in samples.items()}, gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0)
+    complete = all([s.pull() for s in samples.values()])
     begun, step, share = time.time(), 0, 0.0
+    bad, norms = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
     if end_at:
         seconds = run.agree(end_at - begun)
     sums: dict[str, list[torch.Tensor]] = {}
-    next_line, next_table = 0.02, 0.4
+    next_line, next_table, skipped, logged = 0.02, 1 / (tables + 1), 0, 0
     while True:
         if step % run.rhythm == 0:
             share = run.agree((time.time() - begun) / seconds)
@@ -225,9 +237,10 @@ def train(
             break
         for name, loss in backward(step).items():
             sums.setdefault(name, []).append(loss)
-        run.average(parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        factor = min(1.0, (step + 1) / 300) * min(1.0, max(0.02, (1 - share) / fall))
+        norm = run.combine(parameters)
+        bad += ~norm.isfinite()
+        norms += norm.nan_to_num(0, 0, 0)
+        factor = min(1.0, (step + 1) / 200) * min(1.0, max(0.02, (1 - share) / fall))
         others.param_groups[0]["lr"] = rate * factor
         others.step()
         muon.step(factor)
@@ -235,23 +248,33 @@ def train(
         torch._foreach_zero_([p.grad for p in matrices])
         average.update()
         step += 1
-        if step % run.rhythm == 0 and run.cuda:
-            torch.cuda.synchronize()
+        if step % run.rhythm == 0:
+            if bad.item() >= run.rhythm:
+                recover()
+            skipped += int(bad.item())
+            bad.zero_()
+        if not complete and step % 100 == 0:
+            complete = all([s.pull() for s in samples.values()])
+            if complete:
+                run.log("data complete", step=step)
         if share > next_line:
             losses = {name: round(torch.stack(values).mean().item(), 4) for name, values in sums.items()}
-            run.log("step", step=step, share=round(share, 3), seconds=round(time.time() - begun, 1), **losses)
+            norm_mean = norms.item() / max(1, step - logged)
+            run.log("step", step=step, share=round(share, 3), seconds=round(time.time() - begun, 1), **losses, norm=round(norm_mean, 3), skipped=skipped)
             sums.clear()
+            norms.zero_()
+            logged = step
             next_line = max(next_line + 0.02, share)
-        if share > next_table and evaluate:
+        if share > next_table and tables:
             paused = time.time()
             judge("table", 0.15 * evaluate)
             begun += 0 if end_at else run.agree(time.time() - paused)
-            next_table = max(next_table + 0.3, share)
+            next_table += 1 / (tables + 1)
     run.log("done", step=step, seconds=round(time.time() - begun), processes=run.size)
     average.swap()
     keep()
     average.swap()
-    filler.join()
+    filler.terminate()
     if evaluate:
         judge("final", evaluate)
     run.close()

@@ -124,6 +124,7 @@ def latent_statistics(vae: QwenImage21VAE, scenes: list[world.Scene], device) ->
 def train(out: Path, seconds: float, seed: int = 0, batch: int = 48, rate: float = 2e-3, kl: float = 5e-4, together: float = 0.65, start: Path | None = None) -> None:
     """Train for `seconds`, of which the fraction `together` before the encoder is frozen. `start` continues from a saved file."""
     run = Run("vae", out, seed, seconds=seconds, batch=batch, rate=rate, kl=kl, together=together)
+    torch.backends.cudnn.benchmark = True
     vae = new_vae(seed)
     if start:
         vae.load_state_dict(run.load("vae_encoder", start) | run.load("vae_decoder", start))
@@ -223,8 +224,7 @@ def train(out: Path, seconds: float, seed: int = 0, batch: int = 48, rate: float
         optimizer.zero_grad()
         loss.backward()
         trained = decoder if decoder_only else parameters
-        run.average(trained)
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        run.combine(trained)
         optimizer.step()
         average.update()
         step += 1

@@ -9,7 +9,7 @@ from torch import nn
 from qwen21.pictures import to_pixels
 from qwen21.text_encoder import PictureProcessor, TextEncoder
 from qwen21.tiny import MODEL, batched, grammar, layout, models, tokens, world
-from qwen21.tiny.data import Samples, collate
+from qwen21.tiny.data import collate, to_patches, to_tokens
 
 TASKS = {"t2i": ("t2i",), "large": ("t2i",), "edit": ("add", "clear"), "compose": ("gather", "gather three")}
 
@@ -52,9 +52,9 @@ def test_equals_core(networks, room_name):
     batch = collate([arrays for *_, arrays in samples], room)
     for row, (pictures_of, latents_of) in enumerate(zip(images, latents)):
         for slot, (image, z) in enumerate(zip(pictures_of, latents_of)):
-            batch.patches[row, slot] = Samples.to_patches(to_pixels(image))[0]
-            batch.reference_latents[row, slot] = Samples.to_tokens(z, 256)[0]
-    noisy = torch.cat([Samples.to_tokens(z, room.target) for z in targets])
+            batch.patches[row, slot] = to_patches(to_pixels(image))[0]
+            batch.reference_latents[row, slot] = to_tokens(z, 256)[0]
+    noisy = torch.cat([to_tokens(z, room.target) for z in targets])
     states = batched.TextEncoder(encoder, "cpu")(batch, batched.PLAIN_BLOCKS)
     denoiser = batched.Denoiser(transformer, "cpu")
     prefix = denoiser.prefill(states, batch, batched.PLAIN_BLOCKS)
