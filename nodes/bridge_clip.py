@@ -1,10 +1,12 @@
 """The text encoder as a ComfyUI CLIP: transformers' Qwen3-VL with ComfyUI's operations in place of its layers."""
 
+import uuid
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import comfy.model_management
 import comfy.ops
+import comfy.patcher_extension
 import comfy.sd
 import comfy.utils
 import numpy as np
@@ -14,7 +16,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from ..qwen21.checkpoint import Checkpoint, meta_parameters
 from ..qwen21.errors import Qwen21Error
+from ..qwen21.prefix_cache import digest
 from ..qwen21.text_encoder import Encoding, Qwen3VLModel, TextEncoder, template
+from .bridge_prefix import TextIdentity
 
 TOKENS = "qwen21"  # the key under which tokenize() hands prompt and pictures to the encoder
 
@@ -41,11 +45,12 @@ class Qwen3VL(torch.nn.Module):
         operations = model_options.get("custom_operations") or comfy.ops.manual_cast
         with meta_parameters():
             self.model = Qwen3VLModel(checkpoint.encoder_config())
-        self.encoder = TextEncoder(self.model, checkpoint.tokenizer(), checkpoint.picture_processor())
+        self.encoder = TextEncoder(self.model, checkpoint.tokenizer(), checkpoint.picture_processor(), remember=True)
         swap_operations(self.model, operations, dtype, device)
         self.dtypes = {dtype}
         self.native_resolution = checkpoint.index.native_resolution
         self.encoder.dtype = dtype
+        self.identity, self.patches = uuid.uuid4(), None
 
     def load_sd(self, weights: dict[str, torch.Tensor]):
         return self.model.load_state_dict(weights, strict=False, assign=getattr(self, "can_assign_sd", False))
@@ -70,13 +75,18 @@ class Qwen3VL(torch.nn.Module):
         return cond, None, extra
 
     def encode(self, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> list[tuple[torch.Tensor, dict]]:
-        """(states, conditioning keys) a prompt; the vision tower runs once."""
-        return [_conditioning(encoding) for encoding in self.encoder.encode(prompts, pictures)]
+        """(states, conditioning keys) a prompt; the vision tower runs once a picture, and what the last call shares is not computed again."""
+        patches = getattr(self, "current_weight_patches_uuid", None)  # ComfyUI's: which LoRAs the weights carry at present
+        if patches != self.patches:
+            self.encoder.forget()
+            self.patches = patches
+        return [self._conditioning(encoding) for encoding in self.encoder.encode(prompts, pictures)]
 
-
-def _conditioning(encoding: Encoding) -> tuple[torch.Tensor, dict]:
-    states = encoding.states.to(comfy.model_management.intermediate_device(), torch.float32)
-    return states, {"image_slots": list(encoding.image_slots), "qwen21_token_ids": list(encoding.token_ids)}
+    def _conditioning(self, encoding: Encoding) -> tuple[torch.Tensor, dict]:
+        states = encoding.states.to(comfy.model_management.intermediate_device(), torch.float32)
+        encoder = (self.identity, self.patches)
+        identity = TextIdentity(tuple((encoder, key) for key in encoding.keys), digest(states))
+        return states, {"image_slots": list(encoding.image_slots), "qwen21_token_ids": list(encoding.token_ids), "qwen21_text": identity}
 
 
 def swap_operations(model: torch.nn.Module, operations, dtype: torch.dtype, device: torch.device) -> None:
@@ -115,7 +125,9 @@ def load_clip(folder: str, dtype: torch.dtype | None = None) -> comfy.sd.CLIP:
         on_cpu = comfy.model_management.is_device_cpu(comfy.model_management.text_encoder_device())
         dtype = torch.float32 if on_cpu else comfy.utils.weight_dtype(weights)
     target = SimpleNamespace(params={"checkpoint": checkpoint}, clip=Qwen3VL, tokenizer=Tokenizer)
-    return comfy.sd.CLIP(target, parameters=comfy.utils.calculate_parameters(weights), state_dict=[weights], model_options={"dtype": dtype})
+    clip = comfy.sd.CLIP(target, parameters=comfy.utils.calculate_parameters(weights), state_dict=[weights], model_options={"dtype": dtype})
+    clip.patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, lambda patcher, unloaded: patcher.model.encoder.forget() if unloaded else None)
+    return clip
 
 
 def encode_prompts(clip: comfy.sd.CLIP, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> list[list]:

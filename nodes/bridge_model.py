@@ -1,13 +1,12 @@
 """The denoiser as a ComfyUI MODEL: a ModelPatcher around a BaseModel, built from ComfyUI's operations.
 
 ComfyUI calls the model with whole batches and many times a run. Here a batch falls apart into rows that share a prefix (text, slots and
-references), each prefix is prefilled when it is first seen in a run, and all its rows are denoised against it.
+references), each prefix is prefilled as far as it is new, and all its rows are denoised against it.
 """
 
 import json
 import math
-import time
-from dataclasses import dataclass, field
+from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +25,10 @@ from comfy.ldm.modules.attention import optimized_attention
 from ..qwen21.checkpoint import Checkpoint
 from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
 from ..qwen21.errors import Qwen21Error
-from ..qwen21.prefix import PrefixKV
+from ..qwen21.prefix_cache import PrefixCache
 from ..qwen21.schedule import dynamic_mu
 from ..qwen21.transformer import QwenImage21Transformer
+from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
 
 PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_text(encoding="utf-8"))
 
@@ -38,121 +38,53 @@ def host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transforme
     return optimized_attention(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True, transformer_options=transformer_options)
 
 
-CACHE_DEVICES = ("auto", "gpu", "cpu", "off")
-CACHE_OPTION = "qwen21_prefix_cache"  # in a model's transformer_options
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """Where a run keeps keys and values. `budget` in bytes bounds what "auto" leaves on the compute device (0: half of what is free)."""
-
-    budget: int = 0
-    device: str = "auto"
-    precision: str = "default"
-
-    def stays(self, nbytes: int, device: torch.device) -> bool:
-        """Whether `nbytes` of keys and values computed on `device` are left there, or go to host memory."""
-        room = self.budget or comfy.model_management.get_free_memory(device) // 2
-        return self.device in ("gpu", "off") or (self.device == "auto" and nbytes <= room)
-
-    def store(self, kv: PrefixKV, device: torch.device) -> PrefixKV:
-        """`kv`, computed on `device`, as and where it is to be kept."""
-        place = device if self.stays(kv.nbytes, device) else torch.device("cpu")
-        return PrefixKV(tuple(part.quantized(self.precision).to(place) for part in kv.parts), kv.position)
-
-
-@dataclass
-class RunStatistics:
-    """What the present run cost so far: tokens, seconds and bytes."""
-
-    prefix_tokens: int = 0
-    prefills: int = 0
-    prefill_seconds: float = 0.0
-    kv_bytes: int = 0
-
-
-@dataclass
-class RunPrefix:
-    """A prefix seen in this run: what it was made of, and its keys and values."""
-
-    context: torch.Tensor
-    slots: list[int]
-    references: list[torch.Tensor]
-    kv: PrefixKV
-
-    def is_made_of(self, context: torch.Tensor, slots: list[int], references: list[torch.Tensor]) -> bool:
-        return (
-            self.slots == slots
-            and len(self.references) == len(references)
-            and torch.equal(self.context, context)
-            and all(torch.equal(mine, other) for mine, other in zip(self.references, references))
-        )
-
-
-@dataclass
-class Run:
-    """State of one sampling run, from ComfyUI's pre_run to its cleanup. `reuse` is off when weights may change between two calls."""
-
-    reuse: bool = True
-    prefixes: list[RunPrefix] = field(default_factory=list)
-    statistics: RunStatistics = field(default_factory=RunStatistics)
-
-
 class Denoiser(QwenImage21Transformer):
     """The core's transformer behind the call that ComfyUI makes. Parameters keep their names, so LoRA loaders find them."""
 
     def __init__(self, config, dtype=None, device=None, operations=None, **_):
         super().__init__(config, operations, device, dtype)
         self.dtype = dtype
-        self.run = Run()
+        self.cache = PrefixCache()
+        self.run = Run(self.cache)
 
-    def forward(self, x, timesteps, context=None, ref_latents=None, image_slots=None, control=None, transformer_options={}, **kwargs):
+    def forward(self, x, timesteps, context=None, ref_latents=None, image_slots=None, text_keys=None, control=None, transformer_options={}, **kwargs):
         """Velocity of `x` (rows, 64, height, width) at sigmas `timesteps` (rows,); `context` (rows, tokens, width) and each of
         `ref_latents` (rows, 64, h, w) hold the rows' prefixes. References without a slot follow the text, as in ComfyUI's own model."""
         wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, transformer_options)
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
-        return executor.execute(x, timesteps, context, ref_latents, image_slots, control, transformer_options, **kwargs)
+        return executor.execute(x, timesteps, context, ref_latents, image_slots, text_keys, control, transformer_options, **kwargs)
 
-    def _forward(self, x, timesteps, context, ref_latents=None, image_slots=None, control=None, transformer_options={}, **kwargs):
+    def _forward(self, x, timesteps, context, ref_latents=None, image_slots=None, text_keys=None, control=None, transformer_options={}, **kwargs):
         attention = partial(host_attention, transformer_options=transformer_options)
         settings = transformer_options.get(CACHE_OPTION, CacheSettings())
         references = list(ref_latents or [])
         slots = (list(image_slots or []) + [context.shape[1]] * len(references))[: len(references)]
-        out = torch.empty_like(x)
-        for rows, prefix in self._rows_by_prefix(context, slots, references, attention, settings):
-            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention)
-        return out
 
-    def _rows_by_prefix(self, context, slots, references, attention, settings) -> list[tuple[list[int], RunPrefix]]:
+        def prefill(context, slots, references, past):
+            return self.prefill(context, slots, references, past, attention)
+
         groups: list[tuple[list[int], RunPrefix]] = []
         for row in range(context.shape[0]):
             parts = context[row : row + 1], slots, [latents[row : row + 1] for latents in references]
             rows = next((rows for rows, prefix in groups if prefix.is_made_of(*parts)), None)
             if rows is None:
-                groups.append(([row], self._prefix(*parts, attention, settings)))
+                groups.append(([row], self._prefix(*parts, text_keys, settings, prefill)))
             else:
                 rows.append(row)
-        return groups
+        out = torch.empty_like(x)
+        for rows, prefix in groups:
+            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention)
+        return out
 
-    def _prefix(self, context, slots, references, attention, settings) -> RunPrefix:
-        """This run's prefix with that content, prefilled if it is new. Content decides: a wrapper may change it between two steps."""
-        known = next((prefix for prefix in self.run.prefixes if prefix.is_made_of(context, slots, references)), None)
-        if known is not None:
-            return known
-        start = time.perf_counter()
-        kv = self.prefill(context, slots, references, attention=attention)
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)  # once a run, so that the report tells the device's time
-        statistics = self.run.statistics
-        statistics.prefill_seconds += time.perf_counter() - start
-        statistics.prefills += 1
-        statistics.prefix_tokens += kv.tokens
-        # What the host hands in may be views of tensors it overwrites: keep copies to compare with.
-        prefix = RunPrefix(context.clone(), slots, [latents.clone() for latents in references], settings.store(kv, context.device))
-        if self.run.reuse and settings.device != "off":
-            statistics.kv_bytes += prefix.kv.nbytes
-            self.run.prefixes.append(prefix)
-        return prefix
+    def _prefix(self, *parts) -> RunPrefix:
+        """Run.prefix; when memory runs out, the cache gives way and it is tried once more."""
+        try:
+            return self.run.prefix(*parts)
+        except comfy.model_management.OOM_EXCEPTION as error:
+            comfy.model_management.raise_non_oom(error)
+        self.cache.tree.clear()
+        comfy.model_management.soft_empty_cache()
+        return self.run.prefix(*parts)
 
 
 class LatentFormat(comfy.latent_formats.LatentFormat):
@@ -222,11 +154,12 @@ class QwenImage21(comfy.model_base.QwenImage):
     @current_patcher.setter
     def current_patcher(self, patcher) -> None:
         self._current_patcher = patcher
+        if not hasattr(self, "diffusion_model"):
+            return
+        denoiser = self.diffusion_model
+        denoiser.run.close()
         if patcher is not None:
-            # Hooks change weights in mid-run, and nothing a call receives says so.
-            self.diffusion_model.run = Run(reuse=not patcher.hook_patches)
-        elif hasattr(self, "diffusion_model"):
-            self.diffusion_model.run.prefixes.clear()
+            denoiser.run = Run(denoiser.cache, _weights(patcher))
 
     def process_timestep(self, timestep, **_):
         """Back to sigma, whatever multiplier a shift node's sampling object applied."""
@@ -235,6 +168,10 @@ class QwenImage21(comfy.model_base.QwenImage):
     def extra_conds(self, **kwargs):
         out = super().extra_conds(**kwargs)
         out["image_slots"] = comfy.conds.CONDConstant(list(kwargs.get("image_slots") or []))
+        identity, states = kwargs.get("qwen21_text"), kwargs.get("cross_attn")
+        keys = identity.of(states) if identity is not None and states is not None else None
+        if keys is not None:
+            out["text_keys"] = comfy.conds.CONDConstant(TextKeys(states, keys))
         return out
 
     def extra_conds_shapes(self, **kwargs):
@@ -252,6 +189,21 @@ class QwenImage21(comfy.model_base.QwenImage):
         tokens = sum(shape[1] for shape in cond_shapes.get("c_crossattn", [])) + sum(shape[2] for shape in cond_shapes.get("ref_latents", []))
         kv_bytes = 2 * config.num_layers * config.dim * tokens * comfy.model_management.dtype_size(self.get_dtype_inference())
         return super().memory_required(input_shape, cond_shapes) + kv_bytes
+
+
+def _detached(patcher, unloaded: bool) -> None:
+    """When ComfyUI unloads the model, to make room or because it is no longer wanted, the cache goes with it. A clone that takes over does not unload."""
+    if unloaded:
+        patcher.model.diffusion_model.cache.tree.clear()
+
+
+def _weights(patcher) -> Hashable | None:
+    """What of a patcher decides keys and values. None under hooks: they change weights in mid-run, and nothing a call receives says so."""
+    if patcher.hook_patches:
+        return None
+    replaced = tuple(sorted((name, id(value)) for name, value in patcher.object_patches.items() if name.startswith("diffusion_model.")))
+    override = patcher.model_options["transformer_options"].get("optimized_attention_override")
+    return patcher.patches_uuid, replaced, override
 
 
 def load_model(folder: str, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
@@ -275,6 +227,7 @@ def load_model(folder: str, dtype: torch.dtype | None = None, disable_dynamic: b
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device=device, offload_device=offload)
     patcher.cached_patcher_init = (load_model, (folder, dtype))
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _detached)
     if not management.is_device_cpu(offload):
         model.to(offload)
     model.load_model_weights(weights, "", assign=patcher.is_dynamic())

@@ -1,6 +1,7 @@
 """Qwen21Sampler: the model's own schedule, any of ComfyUI's samplers, guidance for a share of the steps, and a report."""
 
 import time
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.sample
@@ -11,6 +12,7 @@ import torch
 from comfy_api.latest import io
 
 from ..qwen21.errors import UsageError
+from ..qwen21.prefix_cache import CacheStatistics
 from ..qwen21.schedule import SCHEDULES
 from .bridge_model import QwenImage21
 from .common import CATEGORY
@@ -69,6 +71,7 @@ class Qwen21Sampler(io.ComfyNode):
             return io.NodeOutput(out | {"samples": samples}, "denoise is 0: the latent is passed on")
         guider = Guider(model, positive, negative, cfg, sigmas, round(cfg_until * count))
         noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+        before = replace(model.model.diffusion_model.cache.statistics) if isinstance(model.model, QwenImage21) else None
         start = time.perf_counter()
         result = guider.sample(
             noise,
@@ -80,7 +83,7 @@ class Qwen21Sampler(io.ComfyNode):
             disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
             seed=seed,
         ).to(comfy.model_management.intermediate_device())
-        return io.NodeOutput(out | {"samples": result}, report(model, samples, count, time.perf_counter() - start))
+        return io.NodeOutput(out | {"samples": result}, report(model, samples, count, time.perf_counter() - start, before))
 
 
 def started_at(model, samples: torch.Tensor, steps: int, kind: str, denoise: float) -> torch.Tensor:
@@ -99,12 +102,16 @@ def started_at(model, samples: torch.Tensor, steps: int, kind: str, denoise: flo
     return sigmas_for(model, samples, int(count / denoise), kind)[-(count + 1) :]
 
 
-def report(model, samples: torch.Tensor, steps: int, seconds: float) -> str:
-    """What the run cost, in a few lines."""
+def report(model, samples: torch.Tensor, steps: int, seconds: float, before: CacheStatistics | None) -> str:
+    """What the run cost, in a few lines. `before` is the cache's count when it began; None for a model that has none."""
     batch, _, rows, columns = samples.shape
     lines = [f"{steps} steps over {rows * columns} tokens ({columns * 16} x {rows * 16}), batch {batch}: {seconds:.2f} s"]
-    if isinstance(model.model, QwenImage21):
-        run = model.model.diffusion_model.run.statistics
-        lines.append(f"prefix: {run.prefix_tokens} tokens in {run.prefills} prefill(s), {run.prefill_seconds:.2f} s, K/V {run.kv_bytes / 2**20:.1f} MiB")
-        lines.append(f"each step: {(seconds - run.prefill_seconds) / steps:.3f} s")
+    if before is not None:
+        cache = model.model.diffusion_model.cache
+        run = cache.since(before)
+        kept = sum(1 for _ in cache.tree.nodes())
+        lines.append(f"prefix: {run.computed_tokens} tokens computed in {run.seconds:.2f} s, {run.reused_tokens} reused (about {1000 * cache.saved(run):.0f} ms saved)")
+        lines.append(f"kept: {kept} pieces, K/V {cache.tree.nbytes() / 2**20:.1f} MiB")
+        seconds -= run.seconds
+    lines.append(f"each step: {seconds / steps:.3f} s")
     return "\n".join(lines)

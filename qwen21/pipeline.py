@@ -75,21 +75,16 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def prefix_report(before: CacheStatistics, cache: PrefixCache, seconds: float) -> dict[str, float]:
-    """What the cache did since `before`: tokens reused and computed, entries and bytes held, and about how long the reused ones would
-    have taken (0 while nothing was computed to judge by)."""
-    now = cache.statistics
-    now.seconds += seconds
-    reused, computed = now.reused_tokens - before.reused_tokens, now.computed_tokens - before.computed_tokens
-    entries = sum(1 for _ in cache.tree.nodes())
-    saved = reused * now.seconds / now.computed_tokens if now.computed_tokens else 0.0
+def prefix_report(before: CacheStatistics, cache: PrefixCache) -> dict[str, float]:
+    """What the cache did since `before`: tokens reused and computed, prefixes found whole, entries and bytes held, time saved."""
+    run = cache.since(before)
     return {
-        "reused_tokens": reused,
-        "computed_tokens": computed,
-        "hits": now.found - before.found,
-        "entries": entries,
+        "reused_tokens": run.reused_tokens,
+        "computed_tokens": run.computed_tokens,
+        "hits": run.found,
+        "entries": sum(1 for _ in cache.tree.nodes()),
         "bytes": cache.tree.nbytes(),
-        "saved_ms": round(1000 * saved, 1),
+        "saved_ms": round(1000 * cache.saved(run), 1),
     }
 
 
@@ -243,7 +238,7 @@ class Pipeline:
 
         before = replace(self.cache.statistics)
         positive, *negative = map(branch, encodings)
-        report.prefix = prefix_report(before, self.cache, report.seconds["prefill"])
+        report.prefix = prefix_report(before, self.cache)
         return guided(positive, negative[0] if negative else None, cfg)
 
     def _part(self, name: str, report: Report):

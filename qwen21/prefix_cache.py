@@ -1,8 +1,10 @@
 """Which prefixes are kept between uses: a tree of keys and values with a budget, shared by branches, batch rows, seeds and runs."""
 
+import hashlib
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -53,23 +55,39 @@ class PrefixCache:
         self.tree.lock(node)
         try:
             reused = match.prefix.tokens
-            if match.items < len(items):
+            whole = match.items == len(items)
+            if not whole:
                 rest = _rest(items, match)
                 new = self._compute(items, match, rest, prefill)
                 self.tree.unlock(node)
                 node = self.tree.insert(node, rest, new)
                 self.tree.lock(node)
             held = Match(node, len(items), 0).prefix
-            self._count(reused, held.tokens)
+            self.statistics.asked += 1
+            self.statistics.found += whole
+            self.statistics.reused_tokens += reused
+            self.statistics.computed_tokens += held.tokens - reused
             yield held
         finally:
             self.tree.unlock(node)
             self.shrink()
+            self.settle()
 
     def shrink(self, wanted: int = 0) -> int:
         """Drop what is over the budget and, of what remains, enough to free `wanted` bytes; returns the bytes freed."""
         over = 0 if self.budget is None else max(0, self.tree.nbytes() - self.budget)
         return self.tree.evict(over + wanted) if over + wanted else 0
+
+    def settle(self) -> None:
+        """Between uses: what takes more than half of a device's room goes to host memory, the least recently used first. Only with
+        placement "auto"; what is in use stays."""
+        if self.placement != "auto":
+            return
+        host = torch.device("cpu")
+        for node in sorted(self.tree.nodes(), key=lambda node: node.used):
+            device = node.part.device
+            if device != host and not node.locks and self.tree.nbytes(device) > self.room(device):
+                node.part = node.part.to(host)
 
     def _compute(self, items: Sequence[Item], match: Match, rest: Sequence[Item], prefill: Prefill) -> list[KVPart]:
         """The keys and values of `rest`, one part an item, in the cache's precision."""
@@ -77,9 +95,12 @@ class PrefixCache:
         texts = sum(item.segment.length for item in done if item.segment.is_text) + match.tokens
         pictures = sum(not item.segment.is_text for item in done)
         held = match.prefix
-        new = prefill(held, texts, pictures).parts[len(held.parts) :]
+        began = time.perf_counter()
+        (whole,) = prefill(held, texts, pictures).parts[len(held.parts) :]  # one call makes one part
+        if whole.device.type == "cuda":
+            torch.cuda.synchronize(whole.device)  # so that the seconds are the device's
+        self.statistics.seconds += time.perf_counter() - began
         parts, start = [], 0
-        (whole,) = new  # one call makes one part
         for item in rest:
             stop = start + item.segment.length
             part = whole if item.segment.length == whole.tokens else whole.slice(start, stop)
@@ -91,11 +112,13 @@ class PrefixCache:
         on_host = self.placement == "cpu" or (self.placement == "auto" and self.room(part.device) < 2 * part.nbytes)
         return part.to(torch.device("cpu")) if on_host else part
 
-    def _count(self, reused: int, whole: int) -> None:
-        self.statistics.asked += 1
-        self.statistics.found += reused == whole
-        self.statistics.reused_tokens += reused
-        self.statistics.computed_tokens += whole - reused
+    def since(self, before: CacheStatistics) -> CacheStatistics:
+        """What happened since `before`, a copy of `statistics` made then."""
+        return CacheStatistics(*(getattr(self.statistics, one.name) - getattr(before, one.name) for one in fields(CacheStatistics)))
+
+    def saved(self, run: CacheStatistics) -> float:
+        """About how many seconds the tokens that `run` reused would have taken, judged by all that were computed so far."""
+        return run.reused_tokens * self.statistics.seconds / self.statistics.computed_tokens if self.statistics.computed_tokens else 0.0
 
 
 def _rest(items: Sequence[Item], match: Match) -> list[Item]:
@@ -131,7 +154,5 @@ def prefix_items(text_keys: Sequence[Hashable], image_slots: Sequence[int], pict
 
 def digest(tensor: torch.Tensor) -> bytes:
     """What a tensor's shape, dtype and content are recognised by."""
-    import hashlib
-
     flat = tensor.detach().contiguous().cpu()
     return hashlib.sha256(repr((tuple(flat.shape), flat.dtype)).encode() + flat.view(torch.uint8).numpy().tobytes()).digest()

@@ -1,5 +1,7 @@
 """The cache computes what it does not hold, and nothing else; what it gives equals a fresh prefill."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from unit.layouts import joined, picture
@@ -162,3 +164,34 @@ def test_many_uses_hold_memory_flat(transformer):
         pictures = tuple(int(i) for i in torch.randperm(4, generator=generator)[: int(torch.randint(5, (1,), generator=generator))])
         use(cache, transformer, Prompt(tail, pictures))
         assert cache.tree.nbytes() <= cache.budget
+
+
+@dataclass(frozen=True)
+class PartElsewhere:
+    """Stands in for keys and values on a device that the tests do not have."""
+
+    device: torch.device
+    nbytes: int = 100
+
+    def to(self, device):
+        return PartElsewhere(device)
+
+
+def test_what_a_device_has_no_room_for_goes_to_the_host_when_idle():
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    cache = PrefixCache(room=lambda device: 150.0)
+    nodes = []
+    for word in "abc":
+        items = prefix_items([word], [], [])
+        nodes.append(cache.tree.insert(cache.tree.match("w", items).node, items, [PartElsewhere(gpu)]))
+    cache.tree.lock(nodes[0])
+    cache.settle()
+    assert [node.part.device for node in nodes] == [gpu, host, host]
+    cache.tree.unlock(nodes[0])
+    cache.room = lambda device: 50.0
+    cache.placement = "gpu"
+    cache.settle()
+    assert nodes[0].part.device == gpu
+    cache.placement = "auto"
+    cache.settle()
+    assert nodes[0].part.device == host

@@ -1,10 +1,29 @@
 """The latents of every way to sample equal the core's for the same noise, and each run prefills each prefix once."""
 
+import re
+
 import comfy.patcher_extension
 import comfy.samplers
 import torch
-from graph import call, close, core, core_noise, core_samples, core_sigmas, core_vae, core_velocity, counted, differs, equal
-from graph import loaded, picture, prepared, sample, samples, sentence
+from graph import (
+    call,
+    close,
+    core,
+    core_noise,
+    core_samples,
+    core_sigmas,
+    core_vae,
+    core_velocity,
+    differs,
+    equal,
+    loaded,
+    picture,
+    prefills,
+    prepared,
+    sample,
+    samples,
+    sentence,
+)
 
 
 def sampled_as_core(pictures: int, **inputs) -> None:
@@ -51,14 +70,18 @@ def batched_calls(model):
     return model, seen
 
 
-def check_prompts_of_equal_length_that_comfyui_batches():
+def check_prompts_of_equal_length():
+    """ComfyUI batches them when nothing says that they differ: conditioning of other nodes. Encode's own carries keys, which do."""
     model, seen = batched_calls(loaded()[0])
-    parts = prepared("a red star", "a wet road", 2, batch_size=2)
-    found = samples(model, *parts, cfg=3.0)
-    assert seen == [2] * 3, f"ComfyUI did not batch: {seen}"
+    positive, negative, latent = prepared("a red star", "a wet road", 2, batch_size=2)
+    foreign = [[[states, {key: value for key, value in extra.items() if key != "qwen21_text"}] for states, extra in c] for c in (positive, negative)]
     noise = torch.randn(2, 64, 6, 4, generator=torch.manual_seed(7))
-    for row in range(2):
-        close(found[row : row + 1], core_samples(*parts, cfg=3.0, noise=noise[row : row + 1]), what=f"row {row}")
+    for conditionings, chunks in ((foreign, [2] * 3), ((positive, negative), [1] * 6)):
+        seen.clear()
+        found = samples(model, *conditionings, latent, cfg=3.0)
+        assert seen == chunks, f"ComfyUI batched {seen}"
+        for row in range(2):
+            close(found[row : row + 1], core_samples(positive, negative, latent, cfg=3.0, noise=noise[row : row + 1]), what=f"row {row}")
 
 
 def custom(model, guider, latent, sigmas, seed: int = 7) -> torch.Tensor:
@@ -121,19 +144,24 @@ def check_every_run_prefills_once():
         "a sampler that evaluates twice a step": (lambda: samples(model, *parts, sampler_name="heun"), 1),
     }
     for name, (run, expected) in runs.items():
-        with counted(model.model.diffusion_model, "prefill") as prefills:
+        with prefills(model) as calls:
             run()
-        assert len(prefills) == expected, f"{name}: {len(prefills)} prefills"
+        assert len(calls) == expected, f"{name}: {len(calls)} prefills"
         assert not model.model.diffusion_model.run.prefixes, f"{name}: keys and values were kept after the run"
 
 
 def check_report():
-    parts = prepared("a red star", "blurry, dark", 1, batch_size=2)
-    _, report = sample(loaded()[0], *parts, cfg=2.0)
-    text = sum(conditioning[0][0].shape[1] for conditioning in parts[:2])
-    bytes_kept = 2 * 4 * 128 * 4 * (text + 2 * 16)  # K and V, layers, width, float32
-    for piece in ("3 steps over 24 tokens (64 x 96), batch 2", f"prefix: {text + 32} tokens in 2 prefill(s)", f"K/V {bytes_kept / 2**20:.1f} MiB", "each step:"):
+    model, parts = loaded()[0], prepared("a red star", "blurry, dark", 1, batch_size=2)
+    model.model.diffusion_model.cache.tree.clear()
+    _, report = sample(model, *parts, cfg=2.0)
+    tokens = [conditioning[0][0].shape[1] + 16 for conditioning in parts[:2]]
+    shared = int(re.search(r"(\d+) reused", report)[1])
+    assert shared > 16, "the branches share everything through the picture"
+    bytes_kept = 2 * 4 * 128 * 4 * (sum(tokens) - shared)  # K and V, layers, width, float32
+    for piece in ("3 steps over 24 tokens (64 x 96), batch 2", f"prefix: {sum(tokens) - shared} tokens computed", f"K/V {bytes_kept / 2**20:.1f} MiB", "each step:"):
         assert piece in report, report
+    _, again = sample(model, *parts, cfg=2.0)
+    assert f"prefix: 0 tokens computed in 0.00 s, {sum(tokens)} reused" in again, again
 
 
 def check_batch_draws_noise_as_comfyui_does():
@@ -162,9 +190,9 @@ def check_prompts_for_a_part_of_the_steps():
     border = model.get_model_object("model_sampling").percent_to_sigma(0.5)
     steps = int((sigmas[:-1] > border).sum())
     assert 0 < steps < 4
-    with counted(model.model.diffusion_model, "prefill") as prefills:
+    with prefills(model) as calls:
         found = samples(model, call("ConditioningCombine", conditioning_1=parts[0], conditioning_2=parts[1])[0], negative, latent, steps=4)
-    assert len(prefills) == 2
+    assert len(calls) == 2
     euler = core("qwen21.sampling").euler
     halfway = euler(core_noise(latent), sigmas[: steps + 1], core_velocity(first))
     close(found, core_vae().denormalize(euler(halfway, sigmas[steps:], core_velocity(second))))
@@ -193,9 +221,9 @@ def check_rows_that_have_prefixes_of_their_own():
         return executor(x, timesteps, torch.cat([context[:1], other[0][0], context[:1]]), *args, **kwargs)
 
     model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", mix)
-    with counted(model.model.diffusion_model, "prefill") as prefills:
+    with prefills(model) as calls:
         found = samples(model, positive, negative, latent)
-    assert len(prefills) == 2
+    assert len(calls) == 2
     noise = torch.randn(3, 64, 6, 4, generator=torch.manual_seed(7))
     for row, conditioning in enumerate((positive, other, positive)):
         close(found[row : row + 1], core_samples(conditioning, None, latent, noise=noise[row : row + 1]), what=f"row {row}")

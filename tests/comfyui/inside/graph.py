@@ -70,6 +70,12 @@ def counted(owner, name: str):
         setattr(owner, name, real) if had_own else delattr(owner, name)
 
 
+def prefills(model):
+    """Counts the prefills of a MODEL, whose cache is emptied first."""
+    model.model.diffusion_model.cache.tree.clear()
+    return counted(model.model.diffusion_model, "prefill")
+
+
 @contextmanager
 def replaced(owner, name: str, value):
     had_own, real = name in vars(owner), getattr(owner, name)
