@@ -40,16 +40,16 @@ class Tokenizer:
 class Qwen3VL(torch.nn.Module):
     """ComfyUI's contract for a text encoder, over the core's TextEncoder."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, model_options: dict):
+    def __init__(self, checkpoint: Checkpoint, operations, compute_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, model_options: dict):
+        """`dtype` is what weights are stored in, `compute_dtype` what the states are computed in."""
         super().__init__()
-        operations = model_options.get("custom_operations") or comfy.ops.manual_cast
         with meta_parameters():
             self.model = Qwen3VLModel(checkpoint.encoder_config())
         self.encoder = TextEncoder(self.model, checkpoint.tokenizer(), checkpoint.picture_processor(), remember=True)
         swap_operations(self.model, operations, dtype, device)
         self.dtypes = {dtype}
         self.native_resolution = checkpoint.index.native_resolution
-        self.encoder.dtype = dtype
+        self.encoder.dtype = compute_dtype
         self.identity, self.patches = uuid.uuid4(), None
 
     def load_sd(self, weights: dict[str, torch.Tensor]):
@@ -115,16 +115,25 @@ def _host_layer(old: torch.nn.Module, operations, factory: dict) -> torch.nn.Mod
 
 
 def load_clip(folder: str, dtype: torch.dtype | None = None) -> comfy.sd.CLIP:
-    """The text encoder of the checkpoint in `folder` as a CLIP. `dtype` None: the file's own, float32 on a CPU."""
+    """The text encoder of the checkpoint in `folder` as a CLIP. `dtype` is what weights are stored in; None: the file's own (on a CPU float32
+    if that is not 8 bits or quantised). It computes in bfloat16, on a CPU in float32.
+
+    Raises Qwen21Error that names the file when it is missing, damaged or another model's.
+    """
     checkpoint = Checkpoint(folder)
     with meta_parameters():
         meta = Qwen3VLModel(checkpoint.encoder_config())
     meta.language_model.norm = torch.nn.Identity()
-    weights = dict(checkpoint.weights("text_encoder", meta))
+    weights = dict(checkpoint.weights("text_encoder", meta, quantized=True))
+    on_cpu = comfy.model_management.is_device_cpu(comfy.model_management.text_encoder_device())
+    compute_dtype = torch.float32 if on_cpu else torch.bfloat16
+    quantization = comfy.utils.detect_layer_quantization(weights, "")
+    operations = comfy.ops.mixed_precision_ops(quantization, compute_dtype) if quantization else comfy.ops.manual_cast
     if dtype is None:
-        on_cpu = comfy.model_management.is_device_cpu(comfy.model_management.text_encoder_device())
-        dtype = torch.float32 if on_cpu else comfy.utils.weight_dtype(weights)
-    target = SimpleNamespace(params={"checkpoint": checkpoint}, clip=Qwen3VL, tokenizer=Tokenizer)
+        file_dtype = compute_dtype if quantization else comfy.utils.weight_dtype(weights)
+        dtype = compute_dtype if on_cpu and file_dtype.itemsize > 1 else file_dtype
+    parts = {"checkpoint": checkpoint, "operations": operations, "compute_dtype": compute_dtype}
+    target = SimpleNamespace(params=parts, clip=Qwen3VL, tokenizer=Tokenizer)
     clip = comfy.sd.CLIP(target, parameters=comfy.utils.calculate_parameters(weights), state_dict=[weights], model_options={"dtype": dtype})
     clip.patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, lambda patcher, unloaded: patcher.model.encoder.forget() if unloaded else None)
     return clip

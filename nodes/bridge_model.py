@@ -5,7 +5,6 @@ references), each prefix is prefilled as far as it is new, and all its rows are 
 """
 
 import json
-import math
 from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,11 @@ from ..qwen21.checkpoint import Checkpoint
 from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
 from ..qwen21.errors import Qwen21Error
 from ..qwen21.prefix_cache import PrefixCache
-from ..qwen21.schedule import dynamic_mu
+from ..qwen21.schedule import mu
 from ..qwen21.transformer import QwenImage21Transformer
+from ..qwen21.vae import denormalize, normalize
 from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
+from .common import LATENT_CHANNELS, LATENT_RATIO
 
 PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_text(encoding="utf-8"))
 
@@ -55,6 +56,7 @@ class Denoiser(QwenImage21Transformer):
         return executor.execute(x, timesteps, context, ref_latents, image_slots, text_keys, control, transformer_options, **kwargs)
 
     def _forward(self, x, timesteps, context, ref_latents=None, image_slots=None, text_keys=None, control=None, transformer_options={}, **kwargs):
+        self.run.start()
         attention = partial(host_attention, transformer_options=transformer_options)
         settings = transformer_options.get(CACHE_OPTION, CacheSettings())
         references = list(ref_latents or [])
@@ -90,19 +92,15 @@ class Denoiser(QwenImage21Transformer):
 class LatentFormat(comfy.latent_formats.LatentFormat):
     """64 channels, 16 pixels a latent position. A LATENT holds what the VAE gives; the sampler normalises it with the VAE's statistics."""
 
-    latent_channels = 64
-    spacial_downscale_ratio = 16
+    latent_channels = LATENT_CHANNELS
+    spacial_downscale_ratio = LATENT_RATIO
 
-    def __init__(self, vae: VAEConfig = VAEConfig(latents_mean=(0.0,) * 64, latents_std=(1.0,) * 64), preview: dict | None = None):
-        """`preview` holds a checkpoint's own "factors" and "bias" for previews; without it ComfyUI's for this latent serve, or the pack's."""
+    def __init__(self, vae: VAEConfig, preview: dict | None = None):
+        """`vae` brings the statistics; `preview` a checkpoint's own "factors" (64, 3) and "bias" (3) for previews. Without it ComfyUI's for
+        this latent serve, else the pack's."""
         self.vae = vae
-        host = getattr(comfy.latent_formats, "QwenImage21", None)
-        if preview is None and host is not None:
-            preview = {"factors": host.latent_rgb_factors, "bias": host.latent_rgb_factors_bias}
-        self.latent_rgb_factors, self.latent_rgb_factors_bias = ((preview or PREVIEW)[key] for key in ("factors", "bias"))
-
-    def _statistics(self, latent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(latent.new_tensor(values)[:, None, None] for values in (self.vae.latents_mean, self.vae.latents_std))
+        preview = preview or _host_preview() or PREVIEW
+        self.latent_rgb_factors, self.latent_rgb_factors_bias = preview["factors"], preview["bias"]
 
     def process_in(self, latent: torch.Tensor) -> torch.Tensor:
         """Raises Qwen21Error for another model's latents, wherever ComfyUI took them from: a LATENT or a conditioning's references."""
@@ -111,30 +109,33 @@ class LatentFormat(comfy.latent_formats.LatentFormat):
                 f"latents have shape {tuple(latent.shape)}, Qwen-Image 2.1 needs (batch, {self.latent_channels}, rows, columns): encode the picture with the VAE of the "
                 "Qwen-Image 2.1 Loader"
             )
-        mean, std = self._statistics(latent)
-        return (latent - mean) / std
+        return normalize(latent, self.vae)
 
     def process_out(self, latent: torch.Tensor) -> torch.Tensor:
-        mean, std = self._statistics(latent)
-        return latent * std + mean
+        return denormalize(latent, self.vae)
+
+
+def _host_preview() -> dict | None:
+    """ComfyUI's own factors for this latent, on versions that know the model."""
+    host = getattr(comfy.latent_formats, "QwenImage21", None)
+    made = host() if host else None
+    return {"factors": made.latent_rgb_factors, "bias": made.latent_rgb_factors_bias} if made and made.latent_rgb_factors else None
 
 
 class ModelConfig(comfy.supported_models_base.BASE):
     """What ComfyUI asks a model's config. Also carries the checkpoint's schedule and index, for the sampler and schedule nodes."""
 
     unet_extra_config: dict = {}
-    latent_format = LatentFormat
-    memory_usage_factor = 6.0
+    memory_usage_factor = 6.0  # ComfyUI's own for this model
     supported_inference_dtypes = [torch.bfloat16, torch.float32]
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Checkpoint, vae: Checkpoint):
+        """`vae` is the checkpoint whose VAE makes and decodes the latents: its statistics normalise them."""
         self.schedule: ScheduleConfig = checkpoint.schedule
         self.index: ModelIndex = checkpoint.index
-        native_tokens = (checkpoint.index.native_resolution // checkpoint.vae_config.spatial_ratio) ** 2
-        dynamic = checkpoint.schedule.use_dynamic_shifting
-        self.sampling_settings = {"shift": dynamic_mu(checkpoint.schedule, native_tokens) if dynamic else math.log(checkpoint.schedule.shift)}
+        self.sampling_settings = {"shift": mu(checkpoint.schedule, (checkpoint.index.native_resolution // LATENT_RATIO) ** 2)}
         super().__init__({"config": checkpoint.transformer_config, "image_model": "qwen_image21"})
-        self.latent_format = LatentFormat(checkpoint.vae_config, checkpoint.preview_factors)
+        self.latent_format = LatentFormat(vae.vae_config, vae.preview_factors)
 
 
 class QwenImage21(comfy.model_base.QwenImage):
@@ -206,27 +207,28 @@ def _weights(patcher) -> Hashable | None:
     return patcher.patches_uuid, replaced, override
 
 
-def load_model(folder: str, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
-    """The denoiser of the checkpoint in `folder` as a MODEL. `dtype` None leaves the choice to ComfyUI.
+def load_model(folder: str, vae_folder: str, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
+    """The denoiser of the checkpoint in `folder` as a MODEL, for latents of the VAE in `vae_folder`. `dtype` None leaves the choice to ComfyUI.
 
     Raises Qwen21Error that names the file when it is missing, damaged or another model's.
     """
     checkpoint = Checkpoint(folder)
-    config = ModelConfig(checkpoint)
+    config = ModelConfig(checkpoint, Checkpoint(vae_folder))
     management = comfy.model_management
     with torch.device("meta"):
         meta = QwenImage21Transformer(checkpoint.transformer_config)
-    weights = dict(checkpoint.weights("transformer", meta))
+    weights = dict(checkpoint.weights("transformer", meta, quantized=True))
+    config.quant_config = comfy.utils.detect_layer_quantization(weights, "")
     supported = config.supported_inference_dtypes
-    parameters, file_dtype = comfy.utils.calculate_parameters(weights), comfy.utils.weight_dtype(weights)
+    parameters, file_dtype = comfy.utils.calculate_parameters(weights), None if config.quant_config else comfy.utils.weight_dtype(weights)
     weight_dtype = dtype or management.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=file_dtype)
     device, offload = management.get_torch_device(), management.unet_offload_device()
-    config.set_inference_dtype(weight_dtype, management.unet_manual_cast(weight_dtype, device, supported))
+    config.set_inference_dtype(weight_dtype, management.unet_manual_cast(None if config.quant_config else weight_dtype, device, supported))
 
     model = QwenImage21(config)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device=device, offload_device=offload)
-    patcher.cached_patcher_init = (load_model, (folder, dtype))
+    patcher.cached_patcher_init = (load_model, (folder, vae_folder, dtype))
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _detached)
     if not management.is_device_cpu(offload):
         model.to(offload)

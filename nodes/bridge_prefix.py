@@ -1,5 +1,6 @@
 """Prefixes of a sampling run: recognised by content, taken from the model's cache, held until the run ends."""
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -78,8 +79,14 @@ class Run:
 
     cache: PrefixCache
     weights: Hashable | None = None
+    started: float | None = None  # time.perf_counter() at the first call, when the model is loaded
     prefixes: list[RunPrefix] = field(default_factory=list)
     held: ExitStack = field(default_factory=ExitStack)
+
+    def start(self) -> None:
+        """Note when the first call came."""
+        if self.started is None:
+            self.started = time.perf_counter()
 
     def prefix(
         self, context: torch.Tensor, slots: list[int], references: list[torch.Tensor], text: TextKeys | None, settings: CacheSettings, prefill: Prefill

@@ -5,6 +5,8 @@ import logging
 from server import PromptServer
 
 CATEGORY = "Qwen-Image 2.1"
+LATENT_CHANNELS = 64
+LATENT_RATIO = 16  # pixels a latent row or column stands for
 
 
 def say(text: str, node_id: str | None) -> None:

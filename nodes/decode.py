@@ -8,8 +8,8 @@ from comfy_api.latest import io
 from ..qwen21.alpha import composite, snap
 from ..qwen21.errors import Qwen21Error, UsageError
 from ..qwen21.pictures import MULTIPLE
-from .common import CATEGORY
-from .references import CHANNELS, check_channels
+from .common import CATEGORY, LATENT_CHANNELS
+from .references import check_channels
 
 SNAP, AS_DECODED, OVER = ALPHAS = ("snap", "as decoded", "over colour")
 
@@ -70,5 +70,5 @@ def _check(vae, samples: torch.Tensor) -> None:
     if vae is None:
         raise Qwen21Error("no VAE is connected: connect the VAE output of the Qwen-Image 2.1 Loader")
     check_channels(vae)
-    if samples.ndim != 4 or samples.shape[1] != CHANNELS:
-        raise Qwen21Error(f"the LATENT has shape {tuple(samples.shape)}, this VAE decodes (batch, {CHANNELS}, rows, columns): take it from a Qwen-Image 2.1 sampler")
+    if samples.ndim != 4 or samples.shape[1] != LATENT_CHANNELS:
+        raise Qwen21Error(f"the LATENT has shape {tuple(samples.shape)}, this VAE decodes (batch, {LATENT_CHANNELS}, rows, columns): take it from a Qwen-Image 2.1 sampler")

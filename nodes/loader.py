@@ -7,7 +7,7 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
-from ..qwen21.checkpoint import TINY
+from ..qwen21.checkpoint import TINY, TINY_FOLDER
 from ..qwen21.config import read_json
 from ..qwen21.errors import Qwen21Error
 from .bridge_clip import load_clip
@@ -29,8 +29,9 @@ def checkpoint_folders() -> dict[str, str]:
                 if "model_index.json" in files:
                     children.clear()
                     if _is_ours(Path(folder)):
-                        found.setdefault(os.path.relpath(folder, base), folder)
-    return {TINY: TINY} | dict(sorted(found.items()))
+                        name = os.path.relpath(folder, base)
+                        found[f"{root}/{name}" if name in found or name == TINY else name] = folder
+    return ({TINY: TINY} if (TINY_FOLDER / "model_index.json").is_file() else {}) | dict(sorted(found.items()))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -61,7 +62,6 @@ class Qwen21Loader(io.ComfyNode):
                 io.Combo.Input(
                     "checkpoint",
                     options=folders,
-                    default=TINY,
                     tooltip="tiny comes with the pack and paints simple shapes at 256 pixels, at once. Others: folders with model_index.json, transformer, "
                     "text_encoder, vae, scheduler and processor.",
                 ),
@@ -76,4 +76,4 @@ class Qwen21Loader(io.ComfyNode):
     def execute(cls, checkpoint: str, text_encoder: str = SAME, vae: str = SAME, weight_dtype: str = "default") -> io.NodeOutput:
         folder = _path(checkpoint)
         text_encoder, vae = (folder if name == SAME else _path(name) for name in (text_encoder, vae))
-        return io.NodeOutput(load_model(folder, DTYPES[weight_dtype]), load_clip(text_encoder), load_vae(vae))
+        return io.NodeOutput(load_model(folder, vae, DTYPES[weight_dtype]), load_clip(text_encoder), load_vae(vae))

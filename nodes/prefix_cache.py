@@ -2,10 +2,11 @@
 
 from comfy_api.latest import io
 
+from ..qwen21.errors import Qwen21Error
 from ..qwen21.prefix import PRECISIONS
+from .bridge_model import QwenImage21
 from .bridge_prefix import CACHE_DEVICES, CACHE_OPTION, CacheSettings
 from .common import CATEGORY
-from .schedule import schedule_of
 
 
 class Qwen21PrefixCache(io.ComfyNode):
@@ -28,7 +29,8 @@ class Qwen21PrefixCache(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, budget_mb: int, device: str, precision: str) -> io.NodeOutput:
-        schedule_of(model)  # refuses another family
+        if not isinstance(model.model, QwenImage21):
+            raise Qwen21Error(f"the MODEL is a {type(model.model).__name__} of another loader, whose cache this node cannot set: connect the MODEL output of the Qwen-Image 2.1 Loader")
         model = model.clone()
         model.model_options["transformer_options"][CACHE_OPTION] = CacheSettings(budget_mb * 2**20, device, precision)
         return io.NodeOutput(model)

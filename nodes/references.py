@@ -1,9 +1,6 @@
 """Qwen21ReferenceLatents: the VAE's latents of the pictures that Encode prepared, and the canvas to paint on."""
 
-import hashlib
-
 import comfy.model_management
-import node_helpers
 import torch
 from comfy_api.latest import io
 from PIL import Image
@@ -11,11 +8,11 @@ from PIL import Image
 from ..qwen21.errors import Qwen21Error, UsageError
 from ..qwen21.pictures import MULTIPLE
 from ..qwen21.references import Prepared, near_copy_warning
+from ..qwen21.text_encoder import picture_digest
 from .bridge_clip import to_image
-from .common import CATEGORY, say
+from .common import CATEGORY, LATENT_CHANNELS, LATENT_RATIO, say
 
 LAST, FIRST, EXPLICIT = CANVASES = ("last reference", "first reference", "width and height")
-CHANNELS, RATIO = 64, 16
 REMEMBERED = 32  # pictures a VAE remembers the latents of, about 1 MB each at 1024 x 1024
 
 
@@ -53,13 +50,9 @@ class Qwen21ReferenceLatents(io.ComfyNode):
             raise Qwen21Error("no VAE is connected: without it references would mean something else; connect the VAE output of the Qwen-Image 2.1 Loader")
         check_channels(vae)
         prepared: list[Prepared] = positive[0][1].get("qwen21_references", [])
-        for conditioning in (positive, negative):
-            _check_slots(conditioning, prepared)
-        latents = [reference_latents(vae, one.picture) for one in prepared]
-        if latents:
-            positive, negative = (node_helpers.conditioning_set_values(c, {"reference_latents": latents}) for c in (positive, negative))
+        positive, negative = (_with_latents(conditioning, vae) for conditioning in (positive, negative))
 
-        latent: dict = {"downscale_ratio_spacial": RATIO}
+        latent: dict = {"downscale_ratio_spacial": LATENT_RATIO}
         if canvas != EXPLICIT and prepared:
             model = prepared[0 if canvas == FIRST else -1]
             width, height = model.picture.size
@@ -67,15 +60,15 @@ class Qwen21ReferenceLatents(io.ComfyNode):
                 latent["qwen21_crop"] = model.size  # Decode cuts the mirrored padding off again
         warning = near_copy_warning((width, height), [one.picture.size for one in prepared])
         if warning:
-            say(warning, cls.hidden.unique_id)
-        latent["samples"] = torch.zeros(batch_size, CHANNELS, height // RATIO, width // RATIO, device=comfy.model_management.intermediate_device())
+            say(f"{warning}; size policy auto avoids it", cls.hidden.unique_id)
+        latent["samples"] = torch.zeros(batch_size, LATENT_CHANNELS, height // LATENT_RATIO, width // LATENT_RATIO, device=comfy.model_management.intermediate_device())
         return io.NodeOutput(positive, negative, latent)
 
 
 def reference_latents(vae, picture: Image.Image) -> torch.Tensor:
     """(1, 64, height / 16, width / 16), not normalised. Remembered on the VAE by the picture's content, so that a changed prompt costs nothing here."""
     remembered: dict[bytes, torch.Tensor] = vae.__dict__.setdefault("qwen21_references", {})
-    key = hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()
+    key = picture_digest(picture)
     latents = remembered.pop(key, None)
     if latents is None:
         latents = vae.encode(to_image(picture))
@@ -87,15 +80,20 @@ def reference_latents(vae, picture: Image.Image) -> torch.Tensor:
 
 def check_channels(vae) -> None:
     """Raises Qwen21Error if the VAE is another family's."""
-    if vae.latent_channels != CHANNELS or vae.output_channels != 4:
+    if vae.latent_channels != LATENT_CHANNELS or vae.output_channels != 4:
         raise Qwen21Error(
-            f"the VAE has {vae.latent_channels} latent and {vae.output_channels} picture channels, Qwen-Image 2.1 needs {CHANNELS} and 4: connect the VAE of the "
+            f"the VAE has {vae.latent_channels} latent and {vae.output_channels} picture channels, Qwen-Image 2.1 needs {LATENT_CHANNELS} and 4: connect the VAE of the "
             "Qwen-Image 2.1 Loader"
         )
 
 
-def _check_slots(conditioning, prepared: list[Prepared]) -> None:
-    for _, extra in conditioning:
-        slots = len(extra.get("image_slots") or [])
+def _with_latents(conditioning, vae) -> list:
+    """The conditioning with each entry's own pictures as `reference_latents`. Raises UsageError if slots and pictures differ in number."""
+    entries = []
+    for states, extra in conditioning:
+        prepared, slots = extra.get("qwen21_references", []), len(extra.get("image_slots") or [])
         if slots != len(prepared):
-            raise UsageError(f"the prompt has {slots} image slots but {len(prepared)} pictures came with it: take positive and negative from the same Qwen-Image 2.1 Encode")
+            raise UsageError(f"the prompt has {slots} image slots but {len(prepared)} pictures came with it: take the conditioning from Qwen-Image 2.1 Encode")
+        latents = {"reference_latents": [reference_latents(vae, one.picture) for one in prepared]} if prepared else {}
+        entries.append([states, extra | latents])
+    return entries

@@ -1,5 +1,6 @@
 """Qwen21Sampler: the model's own schedule, any of ComfyUI's samplers, guidance for a share of the steps, and a report."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from ..qwen21.prefix_cache import CacheStatistics
 from ..qwen21.schedule import SCHEDULES
 from .bridge_model import QwenImage21
 from .common import CATEGORY
-from .schedule import prepared_latent, schedule_of, sigmas_for
+from .schedule import prepared_latent, say_if_unknown, schedule_of, sigmas_for
 
 
 class Guider(comfy.samplers.CFGGuider):
@@ -58,18 +59,20 @@ class Qwen21Sampler(io.ComfyNode):
                 io.Float.Input("cfg_until", default=1.0, min=0.0, max=1.0, step=0.05, advanced=True, tooltip="Share of the steps that use cfg; the rest runs without guidance, twice as fast."),
             ],
             outputs=[io.Latent.Output("latent", display_name="latent"), io.String.Output("report", display_name="report")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, model, positive, negative, latent, seed, steps, cfg, schedule, sampler_name, denoise, cfg_until) -> io.NodeOutput:
         schedule_of(model)  # refuses another family before anything else
+        say_if_unknown(model, schedule, cls.hidden.unique_id)
         samples = prepared_latent(model, latent)
         sigmas = started_at(model, samples, steps, schedule, denoise)
         count = len(sigmas) - 1
         out = {key: value for key, value in latent.items() if not key.startswith("downscale_ratio_")}
         if count == 0:
             return io.NodeOutput(out | {"samples": samples}, "denoise is 0: the latent is passed on")
-        guider = Guider(model, positive, negative, cfg, sigmas, round(cfg_until * count))
+        guider = Guider(model, positive, negative, cfg, sigmas, math.ceil(cfg_until * count - 1e-6))
         noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
         before = replace(model.model.diffusion_model.cache.statistics) if isinstance(model.model, QwenImage21) else None
         start = time.perf_counter()
@@ -83,7 +86,7 @@ class Qwen21Sampler(io.ComfyNode):
             disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
             seed=seed,
         ).to(comfy.model_management.intermediate_device())
-        return io.NodeOutput(out | {"samples": result}, report(model, samples, count, time.perf_counter() - start, before))
+        return io.NodeOutput(out | {"samples": result}, report(model, samples, count, start, before))
 
 
 def started_at(model, samples: torch.Tensor, steps: int, kind: str, denoise: float) -> torch.Tensor:
@@ -102,9 +105,13 @@ def started_at(model, samples: torch.Tensor, steps: int, kind: str, denoise: flo
     return sigmas_for(model, samples, int(count / denoise), kind)[-(count + 1) :]
 
 
-def report(model, samples: torch.Tensor, steps: int, seconds: float, before: CacheStatistics | None) -> str:
-    """What the run cost, in a few lines. `before` is the cache's count when it began; None for a model that has none."""
+def report(model, samples: torch.Tensor, steps: int, start: float, before: CacheStatistics | None) -> str:
+    """What the run that ends now cost, in a few lines, without loading the model. `before` is the cache's count when it began (None for
+    a model that has none), `start` when the sampler did."""
     batch, _, rows, columns = samples.shape
+    if before is not None:
+        start = model.model.diffusion_model.run.started or start
+    seconds = time.perf_counter() - start
     lines = [f"{steps} steps over {rows * columns} tokens ({columns * 16} x {rows * 16}), batch {batch}: {seconds:.2f} s"]
     if before is not None:
         cache = model.model.diffusion_model.cache

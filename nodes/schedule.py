@@ -7,11 +7,9 @@ from comfy_api.latest import io
 
 from ..qwen21.config import ModelIndex, ScheduleConfig
 from ..qwen21.errors import Qwen21Error
-from ..qwen21.schedule import SCHEDULES, dynamic_mu, sigmas
+from ..qwen21.schedule import SCHEDULES, mu, resolve, sigmas
 from .bridge_model import QwenImage21
-from .common import CATEGORY
-
-LATENT_CHANNELS = 64
+from .common import CATEGORY, LATENT_CHANNELS, say
 
 
 def schedule_of(model) -> tuple[ScheduleConfig, ModelIndex]:
@@ -24,6 +22,12 @@ def schedule_of(model) -> tuple[ScheduleConfig, ModelIndex]:
     if type(model.model).__name__ == QwenImage21.__name__:
         return ScheduleConfig(), ModelIndex()
     raise Qwen21Error(f"the MODEL is a {type(model.model).__name__}, expected Qwen-Image 2.1: connect the MODEL output of the Qwen-Image 2.1 Loader")
+
+
+def say_if_unknown(model, kind: str, node_id: str | None) -> None:
+    """A MODEL of ComfyUI's own loader does not tell whether it is Turbo."""
+    if kind == "auto" and not isinstance(model.model, QwenImage21):
+        say("this MODEL does not tell whether it is a Turbo checkpoint: it is sampled as one that is not; for Turbo choose schedule turbo", node_id)
 
 
 def prepared_latent(model, latent: dict) -> torch.Tensor:
@@ -63,19 +67,20 @@ class Qwen21Schedule(io.ComfyNode):
                     tooltip="With this canvas's shift, for KSampler. Its scheduler 'simple' then still lacks the stretch that ends at 0.02, and Turbo's own sigmas.",
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, model, latent: dict, steps: int, schedule: str) -> io.NodeOutput:
-        config, _ = schedule_of(model)  # refuses another family before anything else
+        config, index = schedule_of(model)  # refuses another family before anything else
         samples = prepared_latent(model, latent)
 
         class Sampling(comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.CONST):
             pass
 
+        sampling = Sampling(model.model.model_config)
+        sampling.set_parameters(shift=mu(resolve(schedule, config, index.sample_sigmas)[0], samples.shape[2] * samples.shape[3]))
         shifted = model.clone()
-        if config.use_dynamic_shifting:
-            sampling = Sampling(model.model.model_config)
-            sampling.set_parameters(shift=dynamic_mu(config, samples.shape[2] * samples.shape[3]))
-            shifted.add_object_patch("model_sampling", sampling)
+        shifted.add_object_patch("model_sampling", sampling)
+        say_if_unknown(model, schedule, cls.hidden.unique_id)
         return io.NodeOutput(sigmas_for(model, samples, steps, schedule), shifted)

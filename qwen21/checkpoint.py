@@ -24,6 +24,7 @@ TEMPLATE_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pa
 
 
 PARTS = ("text_encoder", "transformer", "vae")
+QUANTIZATION = ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")  # what ComfyUI stores beside a weight
 TINY = "tiny"  # the name of the checkpoint that comes with the package
 TINY_FOLDER = Path(__file__).parent / "tiny" / "model"
 
@@ -77,10 +78,12 @@ class Checkpoint:
         self._fill(model, "text_encoder", device, dtype)
         return encoder
 
-    def weights(self, part: str, module: nn.Module, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, part: str, module: nn.Module, device: torch.device | str = "cpu", quantized: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """`read_weights` of one part ("transformer", "vae" or "text_encoder") with what is special about its files: of the VAE, Conv3d
         weights of temporal size 1 lose that axis and the unused `time_conv` is skipped; of the encoder, head and final norm are."""
-        return read_weights(module, self.folder / part, device, _RENAME.get(part, str), squeeze=part == "vae")
+        return read_weights(module, self.folder / part, device, _RENAME.get(part, str), squeeze=part == "vae", quantized=quantized)
 
     def file_bytes(self, part: str) -> int:
         """Size of a part's weights on disk."""
@@ -234,14 +237,16 @@ def read_weights(
     device: torch.device | str = "cpu",
     rename: Callable[[str], str | None] = str,
     squeeze: bool = False,
+    quantized: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in `module`, tensor in the file's dtype) for every parameter of `module`, read from the safetensors in `folder` one by one.
 
-    `rename` maps a tensor's name in the file to the module's (None: not used). With `squeeze`, axes of size 1 may differ.
+    `rename` maps a tensor's name in the file to the module's (None: not used). With `squeeze`, axes of size 1 may differ. With `quantized`,
+    what ComfyUI stores beside a quantised weight (QUANTIZATION) is given as well, and such a weight may have a packed shape.
     Raises Qwen21Error that names the tensor if one is missing, unknown, or of another shape.
     """
-    waiting = dict(module.named_parameters())
-    total = len(waiting)
+    parameters = dict(module.named_parameters())
+    waiting = dict(parameters)
     by_file: dict[Path, list[str]] = {}
     for name, path in weight_files(folder).items():
         by_file.setdefault(path, []).append(name)
@@ -254,14 +259,24 @@ def read_weights(
                 target = rename(name)
                 if target is None:
                     continue
+                layer, _, kind = target.rpartition(".")
+                if kind in QUANTIZATION and f"{layer}.weight" in parameters:
+                    if not quantized:
+                        raise Qwen21Error(f"{path} is quantised for ComfyUI (it holds {name}): load it with the nodes, or take the unquantised checkpoint")
+                    yield target, file.get_tensor(name)
+                    continue
                 if target not in waiting:
-                    raise Qwen21Error(f"{path}: unknown tensor {name}: this is not the part of Qwen-Image 2.1 that was expected here")
+                    what = type(module).__name__
+                    raise Qwen21Error(f"{path} holds the tensor {name}, which the {what} of its config.json has not: it is another model's, take the file from a Qwen-Image 2.1 checkpoint")
                 found, expected = tuple(file.get_slice(name).get_shape()), tuple(waiting.pop(target).shape)
+                if f"{name.rpartition('.')[0]}.comfy_quant" in names:
+                    yield target, file.get_tensor(name)
+                    continue
                 if found != expected and not (squeeze and _without_ones(found) == _without_ones(expected)):
                     raise Qwen21Error(f"{path}: tensor {name} has shape {found}, the config asks for {expected}: weights and config.json come from different models")
                 yield target, file.get_tensor(name).reshape(expected)
     if waiting:
-        raise Qwen21Error(f"{folder} lacks {len(waiting)} of {total} tensors, the first is {min(waiting)}: download the folder again")
+        raise Qwen21Error(f"{folder} lacks {len(waiting)} of {len(parameters)} tensors, the first is {min(waiting)}: download the folder again")
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def batch(options: Namespace) -> None:
         summary: dict = {"line": number}
         try:
             job = Job.from_json(line)
-            outputs = {seed: path for seed, path in job.outputs().items() if not job.is_finished(seed, path)}
+            outputs = {seed: path for seed, path in job.outputs().items() if not job.is_finished(seed, path, _run(pipeline))}
             if outputs:
                 summary |= _paint(job, outputs, job.request(), pipeline)
             outcome = "painted" if outputs else "skipped"
@@ -79,15 +79,19 @@ def _pipeline(options: Namespace, checkpoint: Checkpoint, device: torch.device, 
 def _paint(job: Job, outputs: dict[int, Path], request, pipeline: Pipeline) -> dict:
     """Paint and write the pictures of a job; what it was and cost, as JSON takes it."""
     report = Report()
-    run = {"dtype": str(pipeline.dtype).removeprefix("torch."), "model": pipeline.checkpoint.name}
     with ExitStack() as bars:  # closes a bar that an error cuts short, so that the message gets a line of its own
         pictures = pipeline.generate(request, list(outputs), report, lambda steps: bars.enter_context(_progress_bar(steps)))
         for (seed, path), picture in zip(outputs.items(), pictures):
-            write_png(path, picture, job, seed, report, run)
+            write_png(path, picture, job, seed, report, _run(pipeline))
         next(pictures, None)  # let it tidy up
     values = asdict(report)
     values["seconds"] = {stage: round(seconds, 4) for stage, seconds in report.seconds.items()}
     return {"outputs": [str(path) for path in outputs.values()], **values}
+
+
+def _run(pipeline: Pipeline) -> dict[str, str]:
+    """What decides a picture beside its job."""
+    return {"model": pipeline.checkpoint.name, "dtype": str(pipeline.dtype).removeprefix("torch.")}
 
 
 def _device(name: str) -> torch.device:

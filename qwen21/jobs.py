@@ -1,5 +1,6 @@
 """One job of the command line: what to paint, where to, and what is written down about it."""
 
+import hashlib
 import json
 import stat
 import tempfile
@@ -88,26 +89,27 @@ class Job:
             _check_writable(path)
         return outputs
 
-    def settings(self, seed: int) -> dict[str, Any]:
-        """What of the job a PNG says about itself; pictures by their file names alone."""
-        values = asdict(self) | {"seed": seed, "images": [Path(path).name for path in self.images]}
+    def settings(self, seed: int, run: dict[str, str]) -> dict[str, Any]:
+        """What a PNG says about how it was made: the job, its pictures by file name and SHA-256, and `run` (model and dtype)."""
+        images = {"images": [Path(path).name for path in self.images], "images_sha256": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.images]}
+        values = asdict(self) | {"seed": seed} | images | run
         return {name: value for name, value in values.items() if name not in ("output", "batch")}
 
-    def is_finished(self, seed: int, path: Path) -> bool:
-        """Whether `path` already holds this job's picture for `seed`, as its own settings tell."""
+    def is_finished(self, seed: int, path: Path, run: dict[str, str]) -> bool:
+        """Whether `path` already holds this job's picture for `seed`, made by `run`, as its own settings tell."""
         try:
             with Image.open(path) as picture:
                 found = json.loads(picture.text["settings"])
+            wanted = self.settings(seed, run)
         except (OSError, AttributeError, KeyError, ValueError):
             return False
-        wanted = self.settings(seed)
         decided = ("steps", "width", "height")  # by the checkpoint where the job leaves them open
         return all(found.get(name) == value for name, value in wanted.items() if not (name in decided and value is None))
 
 
 def write_png(path: Path, picture: Image.Image, job: Job, seed: int, report: Report, run: dict[str, str]) -> None:
-    """Write beside `path` first, so that `path` is either whole or as it was. `run` holds what else the PNG says: model and dtype."""
-    settings = job.settings(seed) | {"steps": report.steps, "width": report.width, "height": report.height} | run
+    """Write beside `path` first, so that `path` is either whole or as it was. See Job.settings for `run`."""
+    settings = job.settings(seed, run) | {"steps": report.steps, "width": report.width, "height": report.height}
     chunks = PngInfo()
     chunks.add_itxt("prompt", job.prompt)
     chunks.add_text("seed", str(seed))

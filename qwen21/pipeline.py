@@ -116,8 +116,8 @@ def notes(request: Request, native_resolution: int) -> list[str]:
 class Pipeline:
     """Runs requests against a checkpoint folder.
 
-    For one request, a part is loaded when its stage begins and dropped when it ends, so that memory holds the largest part and not their
-    sum. With `keep`, for many requests, parts stay as long as there is room, and so does what they found out: text states, reference
+    For one request, a part is loaded when its stage begins, and the text encoder is dropped before the denoiser comes, so that memory never
+    holds both. With `keep`, for many requests, parts stay as long as there is room, and so does what they found out: text states, reference
     latents, keys and values. `kv_cache` is one of KV_CACHES: "off" computes the prefix at every step, "run" keeps it for one request, the
     others between requests too, in that precision; `kv_device` says where (see PrefixCache.placement).
     """

@@ -73,10 +73,10 @@ class PrefixCache:
             self.shrink()
             self.settle()
 
-    def shrink(self, wanted: int = 0) -> int:
-        """Drop what is over the budget and, of what remains, enough to free `wanted` bytes; returns the bytes freed."""
-        over = 0 if self.budget is None else max(0, self.tree.nbytes() - self.budget)
-        return self.tree.evict(over + wanted) if over + wanted else 0
+    def shrink(self) -> None:
+        """Drop what is over the budget, the least recently used first."""
+        if self.budget is not None:
+            self.tree.evict(self.tree.nbytes() - self.budget)
 
     def settle(self) -> None:
         """Between uses: what takes more than half of a device's room goes to host memory, the least recently used first. Only with

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .prefix import KVPart, PrefixKV
-from .sequence import Segment
+from .sequence import Segment, common_length
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PrefixTree:
             child = node.children.get(rest[0])
             if child is None or child.item.segment.is_text != items[count].segment.is_text:
                 break
-            shared = _common_length(child.item.keys, rest)
+            shared = common_length(child.item.keys, rest)
             if child.item.segment.is_text and shared < len(child.item.keys):
                 child = self._divide(child, shared)
             node = child
@@ -103,11 +103,11 @@ class PrefixTree:
         for one in node.path():
             one.locks -= 1
 
-    def evict(self, wanted: int, device: torch.device | None = None) -> int:
-        """Drop least recently used, unlocked leaves (on `device`, if given) until `wanted` bytes are free; returns the bytes freed."""
+    def evict(self, wanted: int) -> int:
+        """Drop least recently used, unlocked leaves until `wanted` bytes are free; returns the bytes freed."""
         freed = 0
         while freed < wanted:
-            leaves = [node for node in self.nodes() if not node.children and not node.locks and (device is None or node.part.device == device)]
+            leaves = [node for node in self.nodes() if not node.children and not node.locks]
             if not leaves:
                 break
             victim = min(leaves, key=lambda node: node.used)
@@ -146,7 +146,3 @@ class PrefixTree:
         node.part = node.part.slice(length, node.part.tokens)
         node.parent = first
         return first
-
-
-def _common_length(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -58,5 +58,5 @@ def near_copy_warning(canvas: tuple[int, int], references: Sequence[tuple[int, i
         return None
     return (
         f"a {NEAR_COPY_SIDE} x {NEAR_COPY_SIDE} reference on a canvas of the same size can come back as an over-sharpened near-copy: "
-        f"use resolution {NEAR_COPY_SIDE + MULTIPLE} or {NEAR_COPY_SIDE - MULTIPLE}"
+        f"paint at {NEAR_COPY_SIDE + MULTIPLE} or {NEAR_COPY_SIDE - MULTIPLE} pixels instead"
     )

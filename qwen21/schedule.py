@@ -22,15 +22,26 @@ def sigmas(kind: str, steps: int | None, target_tokens: int, config: ScheduleCon
     does the latter, with the published shift if `config` has none; "turbo" takes `own`, else the published Turbo sigmas.
     Raises UsageError when `steps` contradicts sigmas that are fixed.
     """
-    if kind == "dynamic":
-        config, own = config if config.use_dynamic_shifting else ScheduleConfig(), ()
-    elif kind == "turbo" and not own:
-        config, own = ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0), TURBO_SIGMAS
+    config, own = resolve(kind, config, own)
     if not own:
         return dynamic_sigmas(config, steps or DEFAULT_STEPS, target_tokens)
     if steps not in (None, len(own)):
         raise UsageError(f"steps is {steps}, but these sigmas are fixed at {len(own)} steps: leave steps out, or choose the dynamic schedule")
-    return fixed_sigmas(config, own, target_tokens)
+    return shifted_sigmas(config, own, target_tokens)
+
+
+def resolve(kind: str, config: ScheduleConfig, own: Sequence[float] = ()) -> tuple[ScheduleConfig, Sequence[float]]:
+    """The config, and the fixed sigmas if there are any, that a `kind` of schedule comes to (see `sigmas`)."""
+    if kind == "dynamic":
+        return config if config.use_dynamic_shifting else ScheduleConfig(), ()
+    if kind == "turbo" and not own:
+        return ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0), TURBO_SIGMAS
+    return config, own
+
+
+def mu(config: ScheduleConfig, target_tokens: int) -> float:
+    """The logarithm of the shift for a picture of `target_tokens` latent tokens."""
+    return dynamic_mu(config, target_tokens) if config.use_dynamic_shifting else math.log(config.shift)
 
 
 def dynamic_mu(config: ScheduleConfig, target_tokens: int) -> float:
@@ -43,15 +54,15 @@ def dynamic_sigmas(config: ScheduleConfig, steps: int, target_tokens: int) -> to
     """`steps` + 1 falling sigmas, float32, from 1 to 0, spread evenly before the checkpoint's shift. One step is [1, 0]."""
     if steps < 1:
         raise UsageError(f"steps is {steps}, expected at least 1")
-    return fixed_sigmas(config, np.linspace(1.0, 1 / steps, steps), target_tokens)
+    return shifted_sigmas(config, np.linspace(1.0, 1 / steps, steps), target_tokens)
 
 
-def fixed_sigmas(config: ScheduleConfig, sigmas, target_tokens: int) -> torch.Tensor:
-    """The sigmas a checkpoint brings, shifted as its schedule asks (Turbo's asks for nothing), float32 with the final 0 appended."""
+def shifted_sigmas(config: ScheduleConfig, sigmas, target_tokens: int) -> torch.Tensor:
+    """`sigmas` (falling, without the final 0) shifted and stretched as `config` asks (Turbo's asks for nothing): float32, with the 0 appended."""
     s = np.asarray(sigmas, dtype=np.float32)
     if config.use_dynamic_shifting:
         e = math.exp(dynamic_mu(config, target_tokens))
-        s = e / (e + (1 / s - 1) ** 1.0)
+        s = e / (e + (1 / s - 1))
     else:
         s = config.shift * s / (1 + (config.shift - 1) * s)
     if config.shift_terminal and len(s) > 1:  # the stretch divides by 1 - s[-1], which is 0 for a single step

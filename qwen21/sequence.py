@@ -6,7 +6,7 @@
 A picture block is bidirectional inside and sees everything before it; text is causal. Two adjacent pictures stay two blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,11 @@ def prefix_segments(text_tokens: int, image_slots: Sequence[int], grids: Sequenc
     if text_tokens > start:
         segments.append(Segment(text_tokens - start))
     return segments
+
+
+def common_length(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
+    """How many items `a` and `b` have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def bounds(segments: Sequence[Segment]) -> Iterator[tuple[int, int, Segment]]:

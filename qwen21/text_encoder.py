@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from .errors import UsageError
 from .pictures import MAX_REFERENCES, flatten
+from .sequence import common_length
 
 SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 USER = "<|im_start|>user\n{references}{prompt}<|im_end|>\n<|im_start|>assistant\n"
@@ -124,7 +125,7 @@ class TextEncoder:
         ids = self._token_ids(template(prompt, len(features)), features)
         keys = self._keys(ids, features, digests)
         past = self._past
-        common = min(_common_length(keys, past.keys), len(ids) - 1)
+        common = min(common_length(keys, past.keys), len(ids) - 1)
         if common < len(past.keys):
             past.cache.crop(common - len(past.keys))  # a negative number is what to remove, in transformers 4.57 and 5
         new = self._run(ids, common, features, past.cache)
@@ -219,7 +220,3 @@ class TextEncoder:
 def picture_digest(picture: Image.Image) -> bytes:
     """What a picture's size, mode and pixels are recognised by."""
     return hashlib.sha256(repr((picture.size, picture.mode)).encode() + picture.tobytes()).digest()
-
-
-def _common_length(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

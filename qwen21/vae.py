@@ -266,13 +266,24 @@ class QwenImage21VAE(nn.Module):
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as `encode` gives them, to what the denoiser works on."""
-        mean, std = self._statistics(latents)
-        return (latents - mean) / std
+        return normalize(latents, self.config)
 
     def denormalize(self, latents: torch.Tensor) -> torch.Tensor:
         """The inverse of `normalize`."""
-        mean, std = self._statistics(latents)
-        return latents * std + mean
+        return denormalize(latents, self.config)
 
-    def _statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(like.new_tensor(values)[:, None, None] for values in (self.config.latents_mean, self.config.latents_std))
+
+def normalize(latents: torch.Tensor, config: VAEConfig) -> torch.Tensor:
+    """(batch, 64, rows, columns) less the mean and by the standard deviation of each channel, from the VAE's `config`."""
+    mean, std = _statistics(latents, config)
+    return (latents - mean) / std
+
+
+def denormalize(latents: torch.Tensor, config: VAEConfig) -> torch.Tensor:
+    """The inverse of `normalize`."""
+    mean, std = _statistics(latents, config)
+    return latents * std + mean
+
+
+def _statistics(like: torch.Tensor, config: VAEConfig) -> tuple[torch.Tensor, ...]:
+    return tuple(like.new_tensor(values)[:, None, None] for values in (config.latents_mean, config.latents_std))

@@ -106,6 +106,14 @@ def test_finished_pictures_are_skipped_and_changed_jobs_painted(batch, tmp_path)
     assert (tmp_path / "a-0.png").stat().st_mtime_ns == before
     assert batch(job)[1][0]["outcome"] == "skipped"
     assert batch(job | {"prompt": "a sun"})[1][0]["outcome"] == "painted"
+    assert batch(job | {"prompt": "a sun"}, options=["--dtype", "bfloat16"])[1][0]["outcome"] == "painted"
+
+
+def test_another_picture_under_the_same_name_is_painted(batch, tmp_path):
+    job = {"prompt": "a star", "output": "a.png", "images": [str(tmp_path / "other.png")], **SMALL}
+    for colour, outcome in (("red", "painted"), ("red", "skipped"), ("blue", "painted")):
+        Image.new("RGB", (64, 64), colour).save(tmp_path / "other.png")
+        assert batch(job)[1][0]["outcome"] == outcome
 
 
 def test_no_such_file(model_folder, capsys):

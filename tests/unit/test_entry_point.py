@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,10 +25,17 @@ def test_importing_it_needs_no_comfyui(entry_point):
     assert "comfy_api" not in sys.modules and (REPOSITORY / entry_point.WEB_DIRECTORY / "docs").is_dir()
 
 
-def test_without_what_it_needs_it_says_which_version_does(entry_point, monkeypatch):
-    monkeypatch.setitem(sys.modules, "comfy_api", None)
-    with pytest.raises(RuntimeError, match=f"need ComfyUI {entry_point.NEEDS_COMFYUI} or newer"):
+@pytest.mark.parametrize("version", ["0.3.75", "0.32.9", "0"])
+def test_an_older_comfyui_is_told_which_version_it_takes(entry_point, monkeypatch, version):
+    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__=version))
+    with pytest.raises(RuntimeError, match=f"this is ComfyUI {version}, .* need {entry_point.NEEDS_COMFYUI} or newer"):
         asyncio.run(entry_point.comfy_entrypoint())
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1-nightly", "0.38.1", "1.0"])
+def test_a_newer_comfyui_is_not_refused(entry_point, monkeypatch, version):
+    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__=version))
+    entry_point._check_version()
 
 
 def test_both_files_name_the_same_version(entry_point):

@@ -137,7 +137,7 @@ def test_budget_drops_the_oldest(transformer):
 def test_what_is_in_use_stays(transformer):
     cache, prompt = PrefixCache(budget=0), Prompt("red star")
     with cache.prefix("w", prompt.items, prompt.prefill(transformer)) as prefix:
-        cache.shrink(10**12)
+        cache.shrink()
         assert cache.tree.nbytes() == prefix.nbytes > 0
     assert cache.tree.nbytes() == 0
 

@@ -124,14 +124,26 @@ def check_too_large_to_keep():
 
 
 def check_slots_and_pictures_that_do_not_match():
-    with_two, _ = encode(images={"image_1": picture(seed=0), "image_2": picture(seed=1)})
-    with_one, _ = encode(images={"image_1": picture()})
+    positive, negative = encode(images={"image_1": picture(seed=0), "image_2": picture(seed=1)})
+    for key, value, counts in (("image_slots", [3], ("1", "2")), ("image_slots", [], ("0", "2")), ("qwen21_references", [], ("2", "0"))):
+        changed = with_value(negative, key, value)
+        for pair in ((positive, changed), (changed, negative)):
+            text = sentence(references, *pair)
+            assert f"{counts[0]} image slots" in text and f"{counts[1]} pictures" in text, text
+
+
+def with_value(conditioning, key: str, value) -> list:
+    return [[states, extra | {key: value}] for states, extra in conditioning]
+
+
+def check_each_conditioning_gets_the_pictures_it_was_encoded_with():
+    positive, _ = encode(images={"image_1": picture(seed=0)})
+    negative, _ = encode(images={"image_1": picture(seed=1)})
     plain = call("CLIPTextEncode", clip=loaded()[1], text="blurry")[0]
-    for positive, negative, counts in ((with_two, with_one, ("1", "2")), (with_one, with_two, ("2", "1")), (with_two, plain, ("0", "2")), (plain, with_one, ("1", "0"))):
-        text = sentence(references, positive, negative)
-        assert f"{counts[0]} image slots" in text and f"{counts[1]} pictures" in text, text
-    positive, *_ = references(plain, plain)
-    assert "reference_latents" not in positive[0][1]
+    first, second, _ = references(positive, negative)
+    assert not torch.equal(first[0][1]["reference_latents"][0], second[0][1]["reference_latents"][0])
+    equal(second[0][1]["reference_latents"][0], references(negative, positive)[0][0][1]["reference_latents"][0])
+    assert "reference_latents" not in references(positive, plain)[1][0][1]
 
 
 def check_latents_are_remembered():

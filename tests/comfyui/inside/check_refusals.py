@@ -94,7 +94,7 @@ def check_damaged_and_foreign_files_are_named():
     for part, damage, words in (
         ("transformer", lambda file: file.write_bytes(file.read_bytes()[:5000]), "damaged or truncated"),
         ("text_encoder", lambda file: file.unlink(), "safetensors"),
-        ("vae", lambda file: shutil.copy(next(Path(folder(), "transformer").glob("*.safetensors")), file), "unknown tensor"),
+        ("vae", lambda file: shutil.copy(next(Path(folder(), "transformer").glob("*.safetensors")), file), "it is another model's"),
     ):
         shutil.copytree(folder(), broken)
         try:

@@ -1,0 +1,84 @@
+"""Checkpoints whose weights ComfyUI's own operations read: 8-bit floats and integers with scales, and plain 8-bit casts."""
+
+import json
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from graph import call, close, core, differs, encode, folder, loaded, picture, prepared, samples
+from safetensors.torch import load_file, save_file
+
+PARTS = {"transformer": ("transformer_blocks.", ".weight"), "text_encoder": ("model.language_model.layers.", "proj.weight")}
+
+
+def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale, "comfy_quant": marker("float8_e4m3fn")}
+
+
+def int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale, "comfy_quant": marker("int8_tensorwise")}
+
+
+def cast(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"weight": weight.to(torch.float8_e4m3fn)}
+
+
+def marker(name: str) -> torch.Tensor:
+    return torch.tensor(list(json.dumps({"format": name}).encode()), dtype=torch.uint8)
+
+
+@contextmanager
+def checkpoint_with(part: str, quantize):
+    """Name of a copy of the random checkpoint in which the matrices of `part` went through `quantize`."""
+    made = Path(folder("quantised"))
+    shutil.copytree(folder(), made)
+    try:
+        file = next((made / part).glob("*.safetensors"))
+        beginning, ending = PARTS[part]
+        state = {}
+        for name, weight in load_file(file).items():
+            if name.startswith(beginning) and name.endswith(ending) and weight.ndim == 2:
+                state |= {f"{name.removesuffix('weight')}{key}": value for key, value in quantize(weight).items()}
+            else:
+                state[name] = weight
+        save_file(state, file)
+        yield "quantised"
+    finally:
+        shutil.rmtree(made)
+
+
+def check_quantised_denoiser():
+    parts = prepared(pictures=1)
+    exact = samples(loaded()[0], *parts, steps=1)
+    for quantize in (fp8, int8):
+        with checkpoint_with("transformer", quantize) as name:
+            model = call("Qwen21Loader", checkpoint=name)[0]
+            weight = model.model.diffusion_model.transformer_blocks[0].attn.to_q.weight
+            assert type(weight.data).__name__ == "QuantizedTensor" or type(weight).__name__ == "QuantizedTensor", type(weight)
+            found = samples(model, *parts, steps=1)
+        close(found, exact, 0.4, quantize.__name__)
+        differs(found, exact, 1e-4, quantize.__name__)
+
+
+def check_quantised_text_encoder():
+    images = {"image_1": picture()}
+    exact, _ = encode("a red star", "", images)
+    for quantize in (fp8, int8, cast):
+        with checkpoint_with("text_encoder", quantize) as name:
+            clip = core("nodes.bridge_clip").load_clip(folder(name))
+            found, _ = encode("a red star", "", images, clip=clip)
+        close(found[0][0], exact[0][0], 0.3, quantize.__name__)
+        differs(found[0][0], exact[0][0], 1e-4, quantize.__name__)
+
+
+def check_the_core_alone_says_that_it_cannot_read_them():
+    with checkpoint_with("transformer", fp8) as name:
+        opened = core("qwen21.checkpoint").Checkpoint(folder(name))
+        try:
+            opened.transformer(torch.device("cpu"), torch.float32)
+            raise AssertionError("quantised weights were taken for plain ones")
+        except core("qwen21.errors").Qwen21Error as error:
+            assert "quantised for ComfyUI" in str(error)
