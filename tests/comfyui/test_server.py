@@ -84,7 +84,7 @@ def test_loader_offers_our_checkpoints_only(comfy_server, information):
     other.mkdir(exist_ok=True)
     (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     options = comfy_server.get("/object_info/Qwen21Loader")["Qwen21Loader"]["input"]["required"]["checkpoint"][1]["options"]
-    assert options == ["random", "turbo"]
+    assert options == ["tiny", "random", "turbo"]
 
 
 def test_run_reports_progress_previews_and_saves_rgba(comfy_server):
