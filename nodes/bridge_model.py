@@ -6,6 +6,7 @@ references), each prefix is prefilled as far as it is new, and all its rows are 
 
 import json
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
 from ..qwen21.errors import Qwen21Error
 from ..qwen21.prefix_cache import PrefixCache
 from ..qwen21.schedule import mu
-from ..qwen21.transformer import QwenImage21Transformer
+from ..qwen21.transformer import Hooks, QwenImage21Transformer
 from ..qwen21.vae import denormalize, normalize
+from .bridge_hooks import PREFIX_OPTION, HostHooks, residuals_of
 from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
 from .common import LATENT_CHANNELS, LATENT_RATIO
 
@@ -62,8 +64,14 @@ class Denoiser(QwenImage21Transformer):
         references = list(ref_latents or [])
         slots = (list(image_slots or []) + [context.shape[1]] * len(references))[: len(references)]
 
+        layers = len(self.transformer_blocks)
+        hooked = transformer_options.get(PREFIX_OPTION, False)
+        if hooked:
+            settings = replace(settings, device="off")
+
         def prefill(context, slots, references, past):
-            return self.prefill(context, slots, references, past, attention)
+            hooks = HostHooks(transformer_options, None, [], layers, is_prefix=True) if hooked else Hooks()
+            return self.prefill(context, slots, references, past, attention, hooks)
 
         groups: list[tuple[list[int], RunPrefix]] = []
         for row in range(context.shape[0]):
@@ -75,7 +83,8 @@ class Denoiser(QwenImage21Transformer):
                 rows.append(row)
         out = torch.empty_like(x)
         for rows, prefix in groups:
-            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention)
+            hooks = HostHooks(transformer_options, x[rows], residuals_of(control, rows), layers)
+            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention, hooks)
         return out
 
     def _prefix(self, *parts) -> RunPrefix:

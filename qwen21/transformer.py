@@ -5,7 +5,8 @@ values once, `denoise` runs the target's tokens against them, once a step. Param
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,13 +96,13 @@ class SelfAttention(nn.Module):
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         return rearrange(x, "batch tokens (heads dim) -> batch heads tokens dim", heads=self.heads)
 
-    def keys_values(self, x: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (normed, rotated) and V of `x` (batch, tokens, dim), each (batch, heads, tokens, head_dim)."""
-        return apply_rotary(self.norm_k(self._split(self.to_k(x))), rotary), self._split(self.to_v(x))
+    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (normed, not yet rotated) and V of `x` (batch, tokens, dim), each (batch, heads, tokens, head_dim)."""
+        return self.norm_k(self._split(self.to_k(x))), self._split(self.to_v(x))
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor, attend: Attention) -> torch.Tensor:
-        q = apply_rotary(self.norm_q(self._split(self.to_q(x))), rotary)
-        out = attend(q, *self.keys_values(x, rotary))
+    def forward(self, x: torch.Tensor, attend: Attention) -> torch.Tensor:
+        """`x` and the result (batch, tokens, dim). `attend` rotates the queries and keys it is given, and attends."""
+        out = attend(self.norm_q(self._split(self.to_q(x))), *self.keys_values(x))
         return self.to_out[0](rearrange(out, "batch heads tokens dim -> batch tokens (heads dim)"))
 
 
@@ -125,14 +126,31 @@ class Block(nn.Module):
         self.attn = SelfAttention(config, operations, **factory)
         self.img_mlp = SwiGLU(config, operations, **factory)
 
-    def keys_values(self, x: torch.Tensor, modulation: Modulation, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: torch.Tensor, modulation: Modulation) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` would hand to its `attend` as keys and values, without the rest of the block."""
-        return self.attn.keys_values(self.img_norm1(x) * modulation.scale1, rotary)
+        return self.attn.keys_values(self.img_norm1(x) * modulation.scale1)
 
-    def forward(self, x: torch.Tensor, modulation: Modulation, rotary: torch.Tensor, attend: Attention) -> torch.Tensor:
-        x = x + modulation.gate1 * self.attn(self.img_norm1(x) * modulation.scale1, rotary, attend)
+    def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attention) -> torch.Tensor:
+        """`x` and the result (batch, tokens, dim)."""
+        x = x + modulation.gate1 * self.attn(self.img_norm1(x) * modulation.scale1, attend)
         x = x + modulation.gate2 * self.img_mlp(self.img_norm2(x) * modulation.scale2)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+
+class Hooks:
+    """What a host may do to tokens on their way. This one does nothing; a host's own overrides what it needs."""
+
+    def embedded(self, x: torch.Tensor) -> torch.Tensor:
+        """The embedded tokens (batch, tokens, dim) before the first block."""
+        return x
+
+    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values (batch, heads, tokens, head_dim) of these tokens, normed, before rotation."""
+        return q, k, v
+
+    def block(self, layer: int, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """The tokens (batch, tokens, dim) after block `layer`, which `run` computes."""
+        return run(x)
 
 
 class FinalNorm(nn.Module):
@@ -170,6 +188,7 @@ class QwenImage21Transformer(nn.Module):
         reference_latents: Sequence[torch.Tensor] = (),
         past: PrefixKV = PrefixKV(),
         attention: Attention = full_attention,
+        hooks: Hooks = Hooks(),
     ) -> PrefixKV:
         """Keys and values of text and references, which no step changes.
 
@@ -177,7 +196,7 @@ class QwenImage21Transformer(nn.Module):
         `reference_latents[i]` (1, 64, rows, columns), normalised, is spliced in before text token `image_slots[i]`.
         With `past`, these tokens continue that prefix, slots counting from the first token of `context`; the result holds both, without
         a copy of what was there.
-        `attention` computes the calls that need no mask, on (batch, heads, tokens, head_dim).
+        `attention` computes the calls that need no mask, on (batch, heads, tokens, head_dim); `hooks` see these tokens.
         Raises Qwen21Error when shapes, slots and pictures do not belong together.
         """
         segments = self._prefix_segments(context, image_slots, reference_latents)
@@ -185,25 +204,38 @@ class QwenImage21Transformer(nn.Module):
             if not past.parts:
                 raise Qwen21Error("the prefix is empty: give at least one text token or reference")
             return past
-        x = self._splice(context, segments, reference_latents)
+        x = hooks.embedded(self._splice(context, segments, reference_latents))
         modulation = self._modulation(self.time_text_embed(x.new_zeros(1)))
         rotary = self._rotary(segments, past.position, x.device)
         past_tokens = past.tokens
         layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            layers.append((k, v))
-            return prefix_attention(q, *past.join(len(layers) - 1, k, v), segments, past_tokens, attention)
+            layer = len(layers)
+            q, k, v = hooks.attention(layer, q, k, v)
+            layers.append((apply_rotary(k, rotary), v))
+            return prefix_attention(apply_rotary(q, rotary), *past.join(layer, *layers[layer]), segments, past_tokens, attention)
 
-        for block in self.transformer_blocks[:-1]:
-            x = block(x, modulation, rotary, attend)
-        layers.append(self.transformer_blocks[-1].keys_values(x, modulation, rotary))  # nothing reads what the last block would make of the prefix
+        for layer, block in enumerate(self.transformer_blocks[:-1]):
+            x = hooks.block(layer, lambda x, block=block: block(x, modulation, attend), x)
+        # Nothing reads what the last block would make of the prefix: it needs no queries.
+        k, v = self.transformer_blocks[-1].keys_values(x, modulation)
+        _, k, v = hooks.attention(len(layers), k, k, v)
+        layers.append((apply_rotary(k, rotary), v))
         return PrefixKV((*past.parts, KVPart.of(layers)), past.position + sum(segment.advance for segment in segments))
 
-    def denoise(self, target: torch.Tensor, sigma: float | torch.Tensor, prefix: PrefixKV, attention: Attention = full_attention) -> torch.Tensor:
+    def denoise(
+        self,
+        target: torch.Tensor,
+        sigma: float | torch.Tensor,
+        prefix: PrefixKV,
+        attention: Attention = full_attention,
+        hooks: Hooks = Hooks(),
+    ) -> torch.Tensor:
         """The flow-matching velocity of `target` (batch, 64, rows, columns), normalised latents in the dtype to compute in; same shape.
 
-        `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`, through unmasked `attention`.
+        `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`, through unmasked `attention`; `hooks` see
+        the target's tokens.
         """
         self._check_latents("the target", target)
         batch, _, rows, columns = target.shape
@@ -212,9 +244,14 @@ class QwenImage21Transformer(nn.Module):
         time = self.time_text_embed(t)
         modulation = self._modulation(time)
         rotary = self._rotary([Segment.picture(rows, columns)], prefix.position, target.device)
-        x = self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels"))
+        x = hooks.embedded(self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels")))
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = hooks.attention(layer, q, k, v)
+            return attention(apply_rotary(q, rotary), *prefix.join(layer, apply_rotary(k, rotary), v))
+
         for layer, block in enumerate(self.transformer_blocks):
-            x = block(x, modulation, rotary, lambda q, k, v, layer=layer: attention(q, *prefix.join(layer, k, v)))
+            x = hooks.block(layer, lambda x, block=block, layer=layer: block(x, modulation, partial(attend, layer)), x)
         velocity = self.proj_out(self.norm_out(x, time))
         return rearrange(velocity, "batch (rows columns) channels -> batch channels rows columns", rows=rows)
 
