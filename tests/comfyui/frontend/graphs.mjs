@@ -39,7 +39,7 @@ const picture = (id, title) => ({ id, type: 'LoadImage', title, size: [300, 330]
 const empty = (id, set = {}) => ({ id, type: 'EmptyLatentImage', title: 'Canvas', set: { width: 256, height: 256, batch_size: 1, ...set } });
 const references = (id, encoder) => ({ id, type: 'Qwen21ReferenceLatents', from: { positive: `${encoder}.positive`, negative: `${encoder}.negative`, vae: 'loader.VAE' } });
 const sampler = (id, conditioning, latent, set = {}) => ({
-  id, type: 'Qwen21Sampler', set: { seed: 7, ...set },
+  id, type: 'Qwen21Sampler', size: [320, 500], set: { seed: 7, ...set }, // room for the preview under its widgets
   from: { model: 'loader.MODEL', positive: `${conditioning}.positive`, negative: `${conditioning}.negative`, latent },
 });
 const decode = (id, latent) => ({ id, type: 'Qwen21Decode', from: { vae: 'loader.VAE', latent } });
@@ -154,7 +154,7 @@ The same picture by ComfyUI's own sampler. **Schedule** gives the model the shif
     group('Prompt and canvas', GREEN, encode('encode', 'a large red star in the center on a plain blue background'), empty('canvas')),
     group('Paint', VIOLET,
       { id: 'schedule', type: 'Qwen21Schedule', from: { model: 'loader.MODEL', latent: 'canvas.LATENT' } },
-      { id: 'sampler', type: 'KSampler', set: { seed: 7, steps: 40, cfg: 1, sampler_name: 'euler', scheduler: 'simple', denoise: 1 },
+      { id: 'sampler', type: 'KSampler', size: [320, 460], set: { seed: 7, steps: 40, cfg: 1, sampler_name: 'euler', scheduler: 'simple', denoise: 1 },
         from: { model: 'schedule.model', positive: 'encode.positive', negative: 'encode.negative', latent_image: 'canvas.LATENT' } },
       decode('decode', 'sampler.LATENT')),
     group('Result', OCHRE, save('decode.image', 'ksampler')),
