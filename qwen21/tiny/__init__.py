@@ -1,5 +1,7 @@
-"""The built-in tiny checkpoint (`model/`) and everything that made it: the world it paints, its captions, its training and its evaluation."""
+"""The built-in tiny checkpoint (`model/`) and what it takes to make one: the world it paints, its captions, its training and its evaluation."""
 
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "model"
+TRAINED = Path(__file__).parent / "trained"  # what a finished stage of training hands to the next: now the VAE
+TOKENIZER = Path(__file__).parent / "tokenizer.json"  # of the grammar

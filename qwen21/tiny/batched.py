@@ -96,7 +96,7 @@ class VisionTower:
             r0, c0 = fr.int().long(), fc.int().long()
             r1, c1 = (r0 + 1).clamp(max=side - 1), (c0 + 1).clamp(max=side - 1)
             dr, dc = fr - r0, fc - c0
-            fill = lambda x: torch.cat([x, x.new_zeros(REFERENCE_TOKENS - len(x), *x.shape[1:])])  # noqa: E731
+            fill = lambda x: torch.cat([x, x.new_zeros(REFERENCE_TOKENS - len(x), *x.shape[1:])])
             corners.append(fill(torch.stack([r0 * side + c0, r0 * side + c1, r1 * side + c0, r1 * side + c1], dim=1)))
             weights.append(fill(torch.stack([(1 - dr) * (1 - dc), (1 - dr) * dc, dr * (1 - dc), dr * dc], dim=1)))
             angle = torch.cat([r[:, None] * frequencies, c[:, None] * frequencies], dim=-1)
@@ -122,7 +122,7 @@ class VisionTower:
 
     @staticmethod
     def _merge(merger, x: torch.Tensor) -> torch.Tensor:
-        group = lambda y: y.reshape(len(y), VISION_TOKENS, -1)  # noqa: E731
+        group = lambda y: y.reshape(len(y), VISION_TOKENS, -1)
         x = group(x) if merger.use_postshuffle_norm else x
         x = group(F.layer_norm(x, x.shape[-1:], *pair(merger.norm), 1e-6))
         return F.linear(F.gelu(F.linear(x, *pair(merger.linear_fc1))), *pair(merger.linear_fc2))
@@ -135,7 +135,7 @@ def text_block(x, cos, sin, head: int, norm1, norm2, q, k, v, out, q_norm, k_nor
     """Causal, so right padding needs no mask."""
     batch, tokens, _ = x.shape
     h = rms(x, norm1)
-    split = lambda w: F.linear(h, w).view(batch, tokens, -1, head)  # noqa: E731
+    split = lambda w: F.linear(h, w).view(batch, tokens, -1, head)
     queries, keys, values = rotate_half(rms(split(q), q_norm), cos, sin), rotate_half(rms(split(k), k_norm), cos, sin), split(v)
     repeats = queries.shape[2] // keys.shape[2]
     keys, values = keys.repeat_interleave(repeats, dim=2), values.repeat_interleave(repeats, dim=2)
@@ -168,14 +168,26 @@ class TextEncoder:
         if batch.patches.shape[1]:
             tokens, deep = self.tower(batch.patches.flatten(0, 1), batch.reference_grids.long().flatten(), blocks.vision_block)
             seen = batch.vision.long()[..., None]
-            place = lambda v: v.reshape(len(x), -1, x.shape[-1]).gather(1, seen.clamp(min=0).expand(-1, -1, x.shape[-1])).to(x.dtype)  # noqa: E731
+            place = lambda v: v.reshape(len(x), -1, x.shape[-1]).gather(1, seen.clamp(min=0).expand(-1, -1, x.shape[-1])).to(x.dtype)
             x = torch.where(seen >= 0, place(tokens), x)
         angle = batch.text_position.float()[..., self.axis] * self.frequencies
         angle = torch.cat([angle, angle], dim=-1)[:, :, None]
         cos, sin = angle.cos(), angle.sin()
         for index, layer in enumerate(language.layers):
             a, m = layer.self_attn, layer.mlp
-            parts = (layer.input_layernorm, layer.post_attention_layernorm, a.q_proj, a.k_proj, a.v_proj, a.o_proj, a.q_norm, a.k_norm, m.gate_proj, m.up_proj, m.down_proj)
+            parts = (
+                layer.input_layernorm,
+                layer.post_attention_layernorm,
+                a.q_proj,
+                a.k_proj,
+                a.v_proj,
+                a.o_proj,
+                a.q_norm,
+                a.k_norm,
+                m.gate_proj,
+                m.up_proj,
+                m.down_proj,
+            )
             x = blocks.text_block(x, cos, sin, a.head_dim, *(part.weight for part in parts))
             if index < len(deep):
                 x = x + torch.where(seen >= 0, place(deep[index]), 0)
@@ -208,7 +220,7 @@ def stream_block(x, modulation, cos, sin, mask, past, q, k, v, out, q_norm, k_no
     scale1, gate1, scale2, gate2 = modulation
     batch, tokens, width = x.shape
     h = normed(x) * scale1
-    split = lambda w: F.linear(h, w).view(batch, tokens, -1, HEAD)  # noqa: E731
+    split = lambda w: F.linear(h, w).view(batch, tokens, -1, HEAD)
     queries, keys, values = rotate_pairs(rms(split(q), q_norm), cos, sin), rotate_pairs(rms(split(k), k_norm), cos, sin), split(v)
     all_keys, all_values = (keys, values) if past is None else (torch.cat([old, new], dim=1) for old, new in zip(past, (keys, values)))
     mask = mask.expand(batch, queries.shape[2], tokens, all_keys.shape[1])
@@ -222,7 +234,7 @@ def stream_block(x, modulation, cos, sin, mask, past, q, k, v, out, q_norm, k_no
 def last_prefix_block(x, modulation, cos, sin, k, v, k_norm):
     """Only keys and values: nothing reads what the last block would make of the prefix."""
     h = normed(x) * modulation[0]
-    split = lambda w: F.linear(h, w).view(*h.shape[:2], -1, HEAD)  # noqa: E731
+    split = lambda w: F.linear(h, w).view(*h.shape[:2], -1, HEAD)
     return rotate_pairs(rms(split(k), k_norm), cos, sin), split(v)
 
 
@@ -287,7 +299,7 @@ class Denoiser:
     def denoise(self, target: torch.Tensor, sigma: torch.Tensor, grid: torch.Tensor, prefix: Prefix, blocks: Compiler) -> torch.Tensor:
         """Velocity of `target` (batch * times, tokens, 64): rows `times` i ... are noised differently and share prefix i. sigma (batch * times,)."""
         model, times, tokens = self.model, len(target) // len(prefix.frame), target.shape[1]
-        repeat = lambda x: x if times == 1 else x.repeat_interleave(times, dim=0)  # noqa: E731
+        repeat = lambda x: x if times == 1 else x.repeat_interleave(times, dim=0)
         grid = repeat(grid.long())
         position = self.target_positions[grid, :tokens].clone()
         position[..., 0] += repeat(prefix.frame)[:, None]

@@ -198,4 +198,4 @@ def to_patches(pixels: torch.Tensor) -> torch.Tensor:
 
 def processes() -> int:
     """Workers for this process, if the processes of one machine share its cores."""
-    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1)
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)

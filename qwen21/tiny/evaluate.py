@@ -21,7 +21,7 @@ from .grammar import COMPOSITIONS, EDITS, TRANSPARENT_HEAD, TRANSPARENT_TAIL, Ta
 from .reader import Verdict, alpha_iou, judge, read
 
 STEPS = 20
-SIZES = ((128, 128), (192, 192), (160, 288), (320, 192), (256, 384), (384, 256), (320, 320), (384, 384), (512, 512), (128, 384))  # (width, height)
+SIZES = ((128, 128), (192, 192), (160, 384), (320, 192), (256, 384), (384, 256), (320, 320), (384, 384), (512, 512), (128, 256))  # (width, height)
 CHANGES_BACKGROUND = ("background", "clear", "transplant", "backdrop", "gather", "gather three", "nothing")
 UNTOUCHED_MARGIN = 12  # pixels at 256 around what may change
 
@@ -268,7 +268,7 @@ def reconstruction_scores(vae, jobs: Sequence[Job], device="cpu", pool=None) -> 
         alpha = ((made[:, 3] - pixels[:, 3]) / 2).square().flatten(1).mean(1)
         alpha_errors.append(alpha[backgrounds[i : i + 16, 0] == world.CLEAR])
         pictures.extend((made.permute(0, 2, 3, 1) * 127.5 + 127.5).round().clamp(0, 255).byte().cpu().numpy())
-    decibels = lambda e: round(float((-10 * torch.cat(e).clamp(min=1e-10).log10()).mean()), 2)  # noqa: E731
+    decibels = lambda e: round(float((-10 * torch.cat(e).clamp(min=1e-10).log10()).mean()), 2)
     (scores,) = summarize(jobs, score_all(jobs, pictures, pool)).values()
     return {"rgb dB": decibels(errors), "alpha dB": decibels(alpha_errors)} | scores
 
@@ -311,7 +311,10 @@ def main() -> None:
         vae = reconstructions(settings.get("model", MODEL), max(20, round(200 * arguments.scale)))
         contact_sheet(jobs, pictures, scores).save(arguments.out / "sheet.png", optimize=True)
         (arguments.out / "scores.json").write_text(json.dumps({"table": table, "vae": vae}, indent=1) + "\n")
-        report = format_table(table) + f"\n\nVAE: {vae['rgb dB']} dB over white, {vae['alpha dB']} dB alpha, shape {100 * vae['shape']:.1f} %, alpha IoU {vae['alpha IoU']:.3f}."
+        report = (
+            format_table(table)
+            + f"\n\nVAE: {vae['rgb dB']} dB over white, {vae['alpha dB']} dB alpha, shape {100 * vae['shape']:.1f} %, alpha IoU {vae['alpha IoU']:.3f}."
+        )
     (arguments.out / "table.md").write_text(report + "\n")
     print(report)
 

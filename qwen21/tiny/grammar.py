@@ -8,8 +8,21 @@ import random
 from dataclasses import dataclass, replace
 
 from .world import (
-    CLEAR, COLOUR_NAMES, GRADIENT, HELD_OUT, PLACES, PLAIN, SHAPES, Background, Scene, Thing,
-    apart, draw_background, draw_scene, draw_thing, draw_things, readable_colours,
+    CLEAR,
+    COLOUR_NAMES,
+    GRADIENT,
+    HELD_OUT,
+    PLACES,
+    PLAIN,
+    Background,
+    Scene,
+    Thing,
+    apart,
+    draw_background,
+    draw_scene,
+    draw_thing,
+    draw_things,
+    readable_colours,
 )  # fmt: skip
 
 TRANSPARENT_HEAD = "This is an RGBA image with transparency. "
@@ -84,7 +97,7 @@ class Speaker:
 
     def thing(self, thing: Thing, certain: bool = False) -> str:
         """A new thing: "a large red star in the center". `certain` leaves nothing out."""
-        keep = lambda chance: certain or self.full or self.rng.random() < chance  # noqa: E731
+        keep = lambda chance: certain or self.full or self.rng.random() < chance
         size = self.size(thing.size) if keep(0.88) else ""
         colour = self.colour(thing.colour) if keep(0.95) else ""
         place = self.place(thing.place) if keep(0.9) else ""
@@ -125,9 +138,21 @@ class Speaker:
             if kind == GRADIENT:
                 way = "horizontal" if across else "vertical"
                 ends = f"{first} on the left to {second} on the right" if across else f"{first} at the top to {second} at the bottom"
-                return self.pick((f"{article} {first} to {second} {way} gradient background", f"a {way} gradient background from {first} to {second}", f"a gradient background from {ends}"))
+                return self.pick(
+                    (
+                        f"{article} {first} to {second} {way} gradient background",
+                        f"a {way} gradient background from {first} to {second}",
+                        f"a gradient background from {ends}",
+                    )
+                )
             way = "vertical" if across else "horizontal"
-            return self.pick((f"{article} {first} and {second} {way} striped background", f"a background of {way} {first} and {second} stripes", f"a {way} striped background in {first} and {second}"))
+            return self.pick(
+                (
+                    f"{article} {first} and {second} {way} striped background",
+                    f"a background of {way} {first} and {second} stripes",
+                    f"a {way} striped background in {first} and {second}",
+                )
+            )
         if kind == PLAIN:
             return self.pick((f"纯{first}背景", f"{first}背景", f"{first}的纯色背景"))
         if kind == GRADIENT:
@@ -165,7 +190,15 @@ def caption(scene: Scene, speaker: Speaker) -> str:
         ))  # fmt: skip
     if chance < 0.5:
         return speaker.sentence(f"{ground}，{things}")
-    return speaker.rng.choice((f"{things}，{ground}", f"一张图片，{things}，背景是{ground}", f"在{ground}上，{things}", f"画面{things}，{ground}。", f"请画出{ground}上的图形：{things}"))
+    return speaker.rng.choice(
+        (
+            f"{things}，{ground}",
+            f"一张图片，{things}，背景是{ground}",
+            f"在{ground}上，{things}",
+            f"画面{things}，{ground}。",
+            f"请画出{ground}上的图形：{things}",
+        )
+    )
 
 
 def _recolour(scene, rng, say):
@@ -177,7 +210,9 @@ def _recolour(scene, rng, say):
     colour = rng.choice(colours)
     what, word = say.named(thing), say.colour(colour)
     if say.english:
-        text = rng.choice((f"make {what} {word}", f"change the color of {what} to {word}", f"recolor {what} to {word}", f"paint {what} {word}", f"turn {what} {word}"))
+        text = rng.choice(
+            (f"make {what} {word}", f"change the color of {what} to {word}", f"recolor {what} to {word}", f"paint {what} {word}", f"turn {what} {word}")
+        )
     else:
         text = rng.choice((f"把{what}变成{word}", f"将{what}改成{word}", f"把{what}的颜色改为{word}", f"把{what}涂成{word}"))
     return _replaced(scene, index, replace(thing, colour=colour)), (index,), text
@@ -188,7 +223,11 @@ def _remove(scene, rng, say):
         return None
     index = rng.randrange(len(scene.things))
     what = say.named(scene.things[index])
-    text = rng.choice((f"remove {what}", f"erase {what}", f"delete {what}", f"take away {what}") if say.english else (f"去掉{what}", f"删除{what}", f"移除{what}", f"把{what}去掉"))
+    text = rng.choice(
+        (f"remove {what}", f"erase {what}", f"delete {what}", f"take away {what}")
+        if say.english
+        else (f"去掉{what}", f"删除{what}", f"移除{what}", f"把{what}去掉")
+    )
     return replace(scene, things=scene.things[:index] + scene.things[index + 1 :]), (), text
 
 
@@ -309,7 +348,10 @@ def draw_composition(rng: random.Random, kind: str, say: Speaker) -> Task:
         tags = [f"<image{i + 1}>" for i in range(count)]
         ground = scenes[-1].background
         chosen = [rng.choice(scene.things) for scene in scenes]
-        of = (lambda i: f"{say.named(chosen[i])} of {tags[i]}") if say.english else (lambda i: f"{tags[i]}里的{say.named(chosen[i])}")
+
+        def of(i: int, chosen=chosen, tags=tags) -> str:
+            return f"{say.named(chosen[i])} of {tags[i]}" if say.english else f"{tags[i]}里的{say.named(chosen[i])}"
+
         if kind == "transplant":
             things, focus = (chosen[0],), (0,)
             text = rng.choice(
@@ -318,7 +360,9 @@ def draw_composition(rng: random.Random, kind: str, say: Speaker) -> Task:
             )  # fmt: skip
         elif kind == "insert":
             things, focus = (chosen[0], *scenes[1].things), (0,)
-            text = rng.choice((f"add {of(0)} to {tags[1]}", f"copy {of(0)} into {tags[1]}") if say.english else (f"把{of(0)}加到{tags[1]}里", f"将{of(0)}复制到{tags[1]}中"))
+            text = rng.choice(
+                (f"add {of(0)} to {tags[1]}", f"copy {of(0)} into {tags[1]}") if say.english else (f"把{of(0)}加到{tags[1]}里", f"将{of(0)}复制到{tags[1]}中")
+            )
         elif kind == "backdrop":
             things, focus = scenes[0].things, ()
             text = rng.choice(

@@ -17,14 +17,14 @@ def text_encoder_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
     """A Qwen3-VL of 2.4 M parameters with a real vision tower and DeepStack into the language model's first three layers."""
     rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [12, 10, 10]}
     return Qwen3VLConfig(
-        text_config=dict(
-            vocab_size=tokenizer.get_vocab_size(), hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=1, head_dim=64,
-            max_position_embeddings=8192, rope_theta=5000000, rope_scaling=rope, tie_word_embeddings=True,
-        ),
-        vision_config=dict(
-            depth=4, hidden_size=64, intermediate_size=128, num_heads=2, patch_size=16, temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=HIDDEN,
-            deepstack_visual_indexes=[1, 2, 3], num_position_embeddings=256,
-        ),
+        text_config={
+            "vocab_size": tokenizer.get_vocab_size(), "hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64,
+            "max_position_embeddings": 8192, "rope_theta": 5000000, "rope_scaling": rope, "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": HIDDEN,
+            "deepstack_visual_indexes": [1, 2, 3], "num_position_embeddings": 256,
+        },
         tie_word_embeddings=True,
         **{f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>") for name, token in (
             ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"))},

@@ -15,10 +15,10 @@ class Run:
     """One training run. Under `torchrun` every process trains on its own data and gradients are averaged; alone, nothing changes."""
 
     def __init__(self, stage: str, out: Path, seed: int, **settings):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.cuda = torch.cuda.is_available()
         self.rhythm = 10 if self.cuda else 1  # steps between looks at the clock
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True

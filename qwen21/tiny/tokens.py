@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from . import MODEL
+from . import TOKENIZER
 from .grammar import COMPOSITIONS, EDITS, draw_task
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -58,7 +58,7 @@ def save_processor(folder: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     extra = {f"{name}_token": f"<|{name}|>" for name in ("vision_start", "vision_end")} | {f"{name}_token": f"<|{name}_pad|>" for name in ("image", "video")}
     ids = {f"{key}_id": tokenizer.token_to_id(token) for key, token in extra.items()}
-    write = lambda name, value: (folder / name).write_text(json.dumps(value, indent=2) + "\n")  # noqa: E731
+    write = lambda name, value: (folder / name).write_text(json.dumps(value, indent=2) + "\n")
     write(
         "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": "<|im_end|>", "model_max_length": 8192, "clean_up_tokenization_spaces": False,
@@ -73,9 +73,9 @@ def save_processor(folder: Path, tokenizer: Tokenizer) -> None:
     )  # fmt: skip
 
 
-def load_tokenizer(folder: Path = MODEL / "processor") -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+def load_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TOKENIZER))
 
 
 if __name__ == "__main__":
-    save_processor(MODEL / "processor", train_tokenizer())
+    train_tokenizer().save(str(TOKENIZER))

@@ -7,6 +7,8 @@ of steps depends on the machine; the log beside the weights says how many there 
 import argparse
 from pathlib import Path
 
+from . import TRAINED
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m qwen21.tiny.train", description="Train the tiny checkpoint.")
@@ -16,12 +18,14 @@ def main() -> None:
     vae.add_argument("--batch", type=int, default=48, help="pictures a step on each GPU")
     vae.add_argument("--start", type=Path, help="the folder of an earlier vae stage, to continue from its weights")
     joint = stages.add_parser("joint", help="denoiser and text encoder, then")
-    joint.add_argument("--vae", type=Path, required=True, help="the folder that the vae stage wrote")
+    joint.add_argument(
+        "--vae", type=Path, default=TRAINED, help="the folder that the vae stage wrote, or a checkpoint folder; default: the VAE that was trained for it"
+    )
     joint.add_argument("--seconds", type=float, default=900)
     joint.add_argument("--rate", type=float, default=2e-3, help="of AdamW")
     joint.add_argument("--matrix-rate", type=float, default=0.02, help="of Muon")
     joint.add_argument("--fall", type=float, default=0.5, help="last fraction of the run, with a falling rate")
-    joint.add_argument("--start", type=Path, help="the folder of an earlier joint stage, to continue from its weights")
+    joint.add_argument("--start", type=Path, help="the folder of an earlier joint stage, or a checkpoint folder, to continue from its weights")
     joint.add_argument("--data", type=float, default=1.0, help="scales the number of samples")
     joint.add_argument("--batch", type=float, default=1.0, help="scales the number of samples in a step")
     joint.add_argument("--end-at", type=float, default=0.0, help="unix time at which to stop, instead of --seconds")

@@ -4,6 +4,7 @@ The prefix (text and references) is modulated at t = 0 and computed once; a task
 against the same prefix. The VAE is frozen, its latents are computed once.
 """
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from ..config import ScheduleConfig
+from ..checkpoint import Checkpoint
+from ..config import ScheduleConfig, VAEConfig, read_json
 from ..sampling import initial_noise
 from ..schedule import dynamic_sigmas
+from ..vae import QwenImage21VAE
 from . import world
 from .batched import PLAIN_BLOCKS, Compiler, Denoiser, TextEncoder
 from .data import Samples, Store, collate, fill, processes, to_patches, to_tokens
@@ -47,12 +50,27 @@ def draw_sigmas(count: int, device) -> torch.Tensor:
 
 
 def load_vae(folder: Path, device):
-    """The VAE of a finished `vae` stage, and its latents' mean and standard deviation, (1, 64, 1, 1)."""
-    vae = new_vae(0)
-    vae.load_state_dict(load_file(folder / "vae_encoder.safetensors") | load_file(folder / "vae_decoder.safetensors"))
-    statistics = load_file(folder / "vae_statistics.safetensors")
+    """The VAE that the `vae` stage left in `folder`, or that of a checkpoint folder; and its latents' mean and standard deviation, (1, 64, 1, 1)."""
+    if (folder / "vae" / "config.json").is_file():
+        config = VAEConfig.from_dict(read_json(folder / "vae" / "config.json"))
+        vae = QwenImage21VAE(config)
+        stored = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
+        vae.load_state_dict({key: stored[key].float().view(value.shape) for key, value in vae.state_dict().items()})
+        statistics = {"mean": torch.tensor(config.latents_mean), "std": torch.tensor(config.latents_std)}
+    else:
+        vae = new_vae(0)
+        vae.load_state_dict(Run.load("vae_encoder", folder) | Run.load("vae_decoder", folder))
+        statistics = Run.load("vae_statistics", folder)
     mean, std = (statistics[key].to(device).view(1, 64, 1, 1) for key in ("mean", "std"))
     return vae.to(device, memory_format=torch.channels_last).requires_grad_(False), mean, std
+
+
+def load_start(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights of text encoder and denoiser that the `joint` stage left in `folder`, or those of a checkpoint folder."""
+    if (folder / "model_index.json").is_file():
+        checkpoint, where = Checkpoint(folder), (torch.device("cpu"), torch.float32)
+        return checkpoint.text_encoder(*where).model.state_dict(), checkpoint.transformer(*where).state_dict()
+    return Run.load("text_encoder", folder), Run.load("transformer", folder)
 
 
 class BatchPainter:
@@ -83,7 +101,9 @@ class BatchPainter:
         fits = [i for i, layout in enumerate(layouts) if layout]
         batch = type(collated := collate([layouts[i] for i in fits], room))(*(x.to(device) for x in collated))
         if room.references:
-            pixels = world.render(*(x.to(device) for x in world.pack([scene for i in fits for scene in jobs[i].task.references])), 256, 256, world.palette(device))
+            pixels = world.render(
+                *(x.to(device) for x in world.pack([scene for i in fits for scene in jobs[i].task.references])), 256, 256, world.palette(device)
+            )
             pixels = (pixels * 127.5 + 127.5).round() / 127.5 - 1
             latents = torch.cat([(self.vae.encode(x) - self.mean) / self.std for x in pixels.split(64)])
             slots = [row * room.references + i for row, job in enumerate(fits) for i in range(len(jobs[job].task.references))]
@@ -94,7 +114,7 @@ class BatchPainter:
         sigmas = dynamic_sigmas(ScheduleConfig(), STEPS, rows * columns).tolist()
         with self.run.autocast():
             prefix = self.denoiser.prefill(self.encoder(batch, PLAIN_BLOCKS), batch, PLAIN_BLOCKS)
-            for now, after in zip(sigmas, sigmas[1:]):
+            for now, after in itertools.pairwise(sigmas):
                 x = x + (after - now) * self.denoiser.denoise(x, x.new_full((len(x),), now), batch.target_grid, prefix, PLAIN_BLOCKS).float()
         latents = x[:, : rows * columns].transpose(1, 2).reshape(-1, 64, rows, columns) * self.std + self.mean
         made = torch.cat([self.vae.decode(z) for z in latents.split(32)])
@@ -112,14 +132,16 @@ def train(
     `end_at` (unix time) takes the place of `seconds`, so that compilation counts too. `data` and `batch` scale the number of samples kept and
     trained on in a step, `evaluate` that of the prompts scored at the end (0: none); `tables` is the number of smaller tables on the way.
     """
+    torch.set_num_threads(1)  # a forked process hangs in OpenMP if its parent has used it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not wake CUDA before the forks
     templates()  # before the workers are forked, so that they share them
     pool = multiprocessing.get_context("fork").Pool(processes())
     counts = {name: max(8, round(count * data)) for name, count in COUNTS.items()}
     stores = {name: Store(name, count) for name, count in counts.items()}
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK", "0"))
 
     def new_encoder():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
         autoencoder, mean, std = load_vae(vae, device)
 
         def encode(pixels: torch.Tensor) -> torch.Tensor:
@@ -141,8 +163,11 @@ def train(
     torch.manual_seed(seed)
     text_model, transformer = new_text_encoder(load_tokenizer()), new_transformer()
     if start:
-        text_model.load_state_dict(run.load("text_encoder", start), strict=False)
-        transformer.load_state_dict(run.load("transformer", start))
+        encoder_state, transformer_state = load_start(start)
+        missing = text_model.load_state_dict(encoder_state, strict=False).missing_keys
+        if set(missing) - {"language_model.norm.weight"}:
+            raise ValueError(f"{start} lacks {missing} of the text encoder")
+        transformer.load_state_dict(transformer_state)
     text_model, transformer = text_model.to(run.device), transformer.to(run.device)
     encoder, denoiser = TextEncoder(text_model, run.device), Denoiser(transformer, run.device)
     named = [(name, p) for name, p in [*text_model.named_parameters(), *transformer.named_parameters()] if name != "language_model.norm.weight"]
@@ -155,6 +180,11 @@ def train(
     run.same_weights(parameters)
     torch.manual_seed(1000 * seed + 7 + run.rank)
     blocks = Compiler(*(run.compile(function) for function in PLAIN_BLOCKS[:3]), PLAIN_BLOCKS.last_prefix_block)  # the last is small
+
+    def pull() -> bool:
+        """Take what has become ready of every room; whether that is all."""
+        done = [s.pull() for s in samples.values()]
+        return all(done)
 
     def loss_of(name: str, count: int, levels: int, blocks: Compiler = blocks) -> torch.Tensor:
         with torch.no_grad():
@@ -214,16 +244,20 @@ def train(
         if not filler.is_alive() and filler.exitcode:
             raise RuntimeError("the process that makes the data failed")
         time.sleep(0.1)
-    for s in samples.values():
-        s.pull()
+    pull()
     for index in (0, 3):  # compile before the clock starts
         backward(index)
     others.zero_grad(set_to_none=False)
     for p in matrices:
         p.grad = torch.zeros_like(p)
     muon.step(0.0)
-    run.log("compiled", parameters=sum(p.numel() for p in parameters), samples={name: s.count for name, s in samples.items()}, gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0)
-    complete = all([s.pull() for s in samples.values()])
+    run.log(
+        "compiled",
+        parameters=sum(p.numel() for p in parameters),
+        samples={name: s.count for name, s in samples.items()},
+        gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0,
+    )
+    complete = pull()
     begun, step, share = time.time(), 0, 0.0
     bad, norms = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
     if end_at:
@@ -254,7 +288,7 @@ def train(
             skipped += int(bad.item())
             bad.zero_()
         if not complete and step % 100 == 0:
-            complete = all([s.pull() for s in samples.values()])
+            complete = pull()
             if complete:
                 run.log("data complete", step=step)
         if share > next_line:

@@ -42,8 +42,8 @@ def random_colours(device) -> torch.Tensor:
 
 def random_pictures(batch: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed scenes wider than the world's own: up to 8 things, half of them on the 3 x 3 places, of all sizes, a third in odd colours."""
-    uniform = lambda *shape: torch.rand(*shape, device=device)  # noqa: E731
-    integers = lambda low, high, *shape: torch.randint(low, high, shape, device=device).float()  # noqa: E731
+    uniform = lambda *shape: torch.rand(*shape, device=device)
+    integers = lambda low, high, *shape: torch.randint(low, high, shape, device=device).float()
     on_grid = uniform(batch, 1) < 0.6
     things = torch.empty(batch, SLOTS, 5, device=device)
     things[..., 0] = torch.where(uniform(batch, SLOTS) < 0.15 + 0.85 * uniform(batch, 1), integers(0, len(world.SHAPES), batch, SLOTS), -1.0)
@@ -53,7 +53,9 @@ def random_pictures(batch: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     for axis, index in ((2, places % 3), (3, places // 3)):
         placed = centres[index] + world.POSITION_JITTER / world.NATIVE * (2 * uniform(batch, SLOTS) - 1)
         things[..., axis] = torch.where(on_grid, placed, uniform(batch, SLOTS))
-    radii = torch.tensor(world.RADII, device=device)[torch.randint(0, 3, (batch, SLOTS), device=device)] * (1 + world.RADIUS_JITTER * (2 * uniform(batch, SLOTS) - 1))
+    radii = torch.tensor(world.RADII, device=device)[torch.randint(0, 3, (batch, SLOTS), device=device)] * (
+        1 + world.RADIUS_JITTER * (2 * uniform(batch, SLOTS) - 1)
+    )
     things[..., 4] = torch.where(on_grid & (uniform(batch, SLOTS) < 0.8), radii, 10 + 60 * uniform(batch, SLOTS) ** 2)
     backgrounds = torch.empty(batch, 4, device=device)
     kinds = torch.tensor([world.PLAIN, world.PLAIN, world.GRADIENT, world.STRIPES, world.CLEAR], device=device).float()
@@ -70,7 +72,7 @@ def random_pictures(batch: int, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reconstruction_loss(made: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
     """L1 and squared error, edges four times as heavy, and the difference of neighbours' differences. Hidden colours count a sixth."""
-    steps = lambda x: (x[..., 1:, :] - x[..., :-1, :], x[..., 1:] - x[..., :-1])  # noqa: E731
+    steps = lambda x: (x[..., 1:, :] - x[..., :-1, :], x[..., 1:] - x[..., :-1])
     vertical, horizontal = steps(pixels)
     edges = F.pad(vertical.abs().amax(1, keepdim=True), (0, 0, 0, 1)) + F.pad(horizontal.abs().amax(1, keepdim=True), (0, 1))
     edges = F.max_pool2d((edges > 0.15).float(), 5, stride=1, padding=2)
@@ -121,7 +123,9 @@ def latent_statistics(vae: QwenImage21VAE, scenes: list[world.Scene], device) ->
     return mean.mean(dim=(0, 2, 3)), (mean.var(dim=(0, 2, 3)) + logvar.exp().mean(dim=(0, 2, 3))).sqrt()
 
 
-def train(out: Path, seconds: float, seed: int = 0, batch: int = 48, rate: float = 2e-3, kl: float = 5e-4, together: float = 0.65, start: Path | None = None) -> None:
+def train(
+    out: Path, seconds: float, seed: int = 0, batch: int = 48, rate: float = 2e-3, kl: float = 5e-4, together: float = 0.65, start: Path | None = None
+) -> None:
     """Train for `seconds`, of which the fraction `together` before the encoder is frozen. `start` continues from a saved file."""
     run = Run("vae", out, seed, seconds=seconds, batch=batch, rate=rate, kl=kl, together=together)
     torch.backends.cudnn.benchmark = True
@@ -184,7 +188,7 @@ def train(out: Path, seconds: float, seed: int = 0, batch: int = 48, rate: float
 
     def keep():
         state = {key: value.float() for key, value in vae.state_dict().items()}
-        part = lambda *names: {key: value for key, value in state.items() if key.startswith(names)}  # noqa: E731
+        part = lambda *names: {key: value for key, value in state.items() if key.startswith(names)}
         run.save("vae_encoder", part("encoder", "quant_conv"))
         run.save("vae_decoder", part("decoder", "post_quant_conv"))
 

@@ -115,7 +115,7 @@ def draw_background(rng: random.Random, clear: float = 0.2) -> Background:
 
 def draw_thing(rng: random.Random, shape: int, colour: int, size: int, place: int) -> Thing:
     """A thing with a little freedom in position and radius."""
-    spread = lambda: rng.uniform(-1, 1)  # noqa: E731
+    spread = lambda: rng.uniform(-1, 1)
     return Thing(
         shape, colour, size, place,
         x=CENTRES[place % 3] + spread() * POSITION_JITTER / NATIVE, y=CENTRES[place // 3] + spread() * POSITION_JITTER / NATIVE,
@@ -244,9 +244,7 @@ def pattern(kind: torch.Tensor, across: torch.Tensor, height: int, width: int) -
     return torch.where(kind == GRADIENT, ramp, torch.where(kind == STRIPES, stripes, torch.zeros_like(ramp)))
 
 
-def paint(
-    rgb: torch.Tensor, alpha: torch.Tensor, thing: torch.Tensor, colour: torch.Tensor, clear: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def paint(rgb: torch.Tensor, alpha: torch.Tensor, thing: torch.Tensor, colour: torch.Tensor, clear: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One object over rgb (batch, 3, height, width) and alpha (batch, height, width); `thing` (batch, 5), `colour` (batch, 3), `clear` (batch, 1, 1)."""
     height, width = alpha.shape[1:]
     unit = min(height, width) / NATIVE

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 from qwen21.pictures import to_pixels
 from qwen21.text_encoder import PictureProcessor, TextEncoder
@@ -45,7 +44,9 @@ def test_equals_core(networks, room_name):
         if arrays:
             samples.append((task, grids, target, arrays))
     torch.manual_seed(11)
-    images = [[world.picture(scene, *(16 * side for side in layout.GRIDS[grid])) for scene, grid in zip(task.references, grids)] for task, grids, _, _ in samples]
+    images = [
+        [world.picture(scene, *(16 * side for side in layout.GRIDS[grid])) for scene, grid in zip(task.references, grids)] for task, grids, _, _ in samples
+    ]
     latents = [[torch.randn(1, 64, *layout.GRIDS[grid]) for grid in grids] for _, grids, _, _ in samples]
     targets = [torch.randn(2, 64, *layout.GRIDS[target]) for _, _, target, _ in samples]
     sigmas = torch.tensor([[0.3, 0.9]] * 3)
@@ -78,8 +79,10 @@ def test_blind_to_padding(networks):
     room = layout.ROOMS["t2i"]
     batch = collate([layout.Layouter(tokenizer)("a large red star", [], 0, room)], room)
     denoiser, target = batched.Denoiser(transformer, "cpu"), torch.randn(1, 256, 64)
-    velocity = lambda b: denoiser.denoise(target, torch.tensor([0.5]), b.target_grid, denoiser.prefill(states(b), b, batched.PLAIN_BLOCKS), batched.PLAIN_BLOCKS)  # noqa: E731
-    states = lambda b: batched.TextEncoder(encoder, "cpu")(b, batched.PLAIN_BLOCKS)  # noqa: E731
+    velocity = lambda b: denoiser.denoise(
+        target, torch.tensor([0.5]), b.target_grid, denoiser.prefill(states(b), b, batched.PLAIN_BLOCKS), batched.PLAIN_BLOCKS
+    )
+    states = lambda b: batched.TextEncoder(encoder, "cpu")(b, batched.PLAIN_BLOCKS)
     other = batch._replace(ids=batch.ids.clone())
     used = int(batch.source[0, : int(batch.length)].max()) + 1
     other.ids[:, used:] = 300
