@@ -155,7 +155,10 @@ def our_encoder(clip: comfy.sd.CLIP) -> Qwen3VL:
         raise Qwen21Error("no CLIP is connected: connect the CLIP output of the Qwen-Image 2.1 Loader")
     encoder = getattr(clip, "cond_stage_model", None)
     if not isinstance(encoder, Qwen3VL):
-        raise Qwen21Error(f"the CLIP is a {type(encoder).__name__}, expected the Qwen3-VL text encoder of Qwen-Image 2.1: connect the CLIP output of the Qwen-Image 2.1 Loader")
+        raise Qwen21Error(
+            f"the CLIP is a {type(encoder).__name__}, expected the Qwen3-VL text encoder of Qwen-Image 2.1: connect the CLIP output of the Qwen-Image "
+            "2.1 Loader"
+        )
     return encoder
 
 

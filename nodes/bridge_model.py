@@ -115,7 +115,8 @@ class LatentFormat(comfy.latent_formats.LatentFormat):
         """Raises Qwen21Error for another model's latents, wherever ComfyUI took them from: a LATENT or a conditioning's references."""
         if latent.ndim != 4 or latent.shape[1] != self.latent_channels:
             raise Qwen21Error(
-                f"latents have shape {tuple(latent.shape)}, Qwen-Image 2.1 needs (batch, {self.latent_channels}, rows, columns): encode the picture with the VAE of the "
+                f"latents have shape {tuple(latent.shape)}, Qwen-Image 2.1 needs (batch, {self.latent_channels}, rows, columns): encode the picture with"
+                " the VAE of the "
                 "Qwen-Image 2.1 Loader"
             )
         return normalize(latent, self.vae)

@@ -30,7 +30,8 @@ class Qwen21Decode(io.ComfyNode):
                     "alpha",
                     options=list(ALPHAS),
                     default=SNAP,
-                    tooltip="snap: nearly opaque becomes opaque, nearly clear becomes clear, and no colour fringes. as decoded: untouched. over colour: opaque, over the colour below.",
+                    tooltip="snap: nearly opaque becomes opaque, nearly clear becomes clear, and no colour fringes. as decoded: untouched. over colour: opaque,"
+                    " over the colour below.",
                 ),
                 io.String.Input("colour", default="#ffffff", tooltip="Background for 'over colour', as #rrggbb."),
             ],
@@ -71,4 +72,6 @@ def _check(vae, samples: torch.Tensor) -> None:
         raise Qwen21Error("no VAE is connected: connect the VAE output of the Qwen-Image 2.1 Loader")
     check_channels(vae)
     if samples.ndim != 4 or samples.shape[1] != LATENT_CHANNELS:
-        raise Qwen21Error(f"the LATENT has shape {tuple(samples.shape)}, this VAE decodes (batch, {LATENT_CHANNELS}, rows, columns): take it from a Qwen-Image 2.1 sampler")
+        raise Qwen21Error(
+            f"the LATENT has shape {tuple(samples.shape)}, this VAE decodes (batch, {LATENT_CHANNELS}, rows, columns): take it from a Qwen-Image 2.1 sampler"
+        )

@@ -19,25 +19,42 @@ class Qwen21Encode(io.ComfyNode):
             node_id="Qwen21Encode",
             display_name="Qwen-Image 2.1 Encode",
             category=CATEGORY,
-            description="Reads prompt, negative prompt and up to 10 reference pictures with the text encoder. Call the pictures <image1>, <image2> ... in the prompt.",
+            description="Reads prompt, negative prompt and up to 10 reference pictures with the text encoder. Call the pictures <image1>, <image2> ... in the "
+            "prompt.",
             search_aliases=["qwen image 2.1", "prompt", "text encode", "edit", "reference images", "TextEncodeQwenImage21"],
             inputs=[
                 io.Clip.Input("clip", tooltip="The CLIP of the Qwen-Image 2.1 Loader."),
                 io.String.Input("prompt", multiline=True, dynamic_prompts=True, tooltip="What to paint, or how to change the pictures. Picture 1 is <image1>."),
-                io.String.Input("negative_prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to steer away from. Only used when the sampler's cfg is not 1."),
+                io.String.Input(
+                    "negative_prompt",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    default="",
+                    tooltip="What to steer away from. Only used when the sampler's cfg is not 1.",
+                ),
                 io.Combo.Input(
                     "size_policy",
                     options=list(POLICIES),
                     default="auto",
-                    tooltip="auto: as official, but moves a reference off 1024 x 1024, where the model may return a near-copy. official: resampled to the area of "
+                    tooltip="auto: as official, but moves a reference off 1024 x 1024, where the model may return a near-copy. official: resampled to the area "
+                    "of "
                     "resolution. keep: own pixels, mirrored up to a multiple of 32, cropped again by Decode.",
                 ),
-                io.Int.Input("resolution", default=0, min=0, max=4096, step=32, tooltip="References are resampled to an area of resolution x resolution pixels. 0: the model's native size."),
+                io.Int.Input(
+                    "resolution",
+                    default=0,
+                    min=0,
+                    max=4096,
+                    step=32,
+                    tooltip="References are resampled to an area of resolution x resolution pixels. 0: the model's native size.",
+                ),
                 io.Autogrow.Input(
                     "images",
                     optional=True,
                     template=io.Autogrow.TemplateNames(
-                        io.Image.Input("image", tooltip="A reference picture. A fourth channel is kept as alpha; every frame of a batch counts."), names=NAMES, min=0
+                        io.Image.Input("image", tooltip="A reference picture. A fourth channel is kept as alpha; every frame of a batch counts."),
+                        names=NAMES,
+                        min=0,
                     ),
                 ),
             ],
@@ -52,7 +69,9 @@ class Qwen21Encode(io.ComfyNode):
         images = images or {}
         pictures = [picture for name in NAMES if name in images for picture in to_pictures(checked(name, images[name]))]
         if len(pictures) > MAX_REFERENCES:
-            raise UsageError(f"{len(pictures)} reference pictures came in (every frame of a batch counts), the model takes at most {MAX_REFERENCES}: leave some out")
+            raise UsageError(
+                f"{len(pictures)} reference pictures came in (every frame of a batch counts), the model takes at most {MAX_REFERENCES}: leave some out"
+            )
         prepared = [prepare(picture, size_policy, resolution or our_encoder(clip).native_resolution) for picture in pictures]
         for note in dict.fromkeys(one.note for one in prepared if one.note):
             say(note, cls.hidden.unique_id)

@@ -44,7 +44,10 @@ def _is_ours(folder: Path) -> bool:
 def _path(name: str) -> str:
     folders = checkpoint_folders()
     if name not in folders:
-        raise Qwen21Error(f"the checkpoint {name!r} is not in models/diffusers or models/diffusion_models (found: {', '.join(folders) or 'none'}): put its folder there and refresh")
+        raise Qwen21Error(
+            f"the checkpoint {name!r} is not in models/diffusers or models/diffusion_models (found: {', '.join(folders) or 'none'}): put its folder "
+            "there and refresh"
+        )
     return folders[name]
 
 
@@ -56,7 +59,7 @@ class Qwen21Loader(io.ComfyNode):
             node_id="Qwen21Loader",
             display_name="Qwen-Image 2.1 Loader",
             category=CATEGORY,
-            description="Loads a Qwen-Image 2.1 checkpoint folder (diffusers layout) from models/diffusers or models/diffusion_models, or the built-in tiny one.",
+            description="Loads a Qwen-Image 2.1 checkpoint folder (diffusers layout) from models/diffusers or models/diffusion_models, or the tiny one.",
             search_aliases=["qwen image 2.1", "load qwen", "checkpoint", "model loader", "diffusers"],
             inputs=[
                 io.Combo.Input(
@@ -65,9 +68,21 @@ class Qwen21Loader(io.ComfyNode):
                     tooltip="tiny comes with the pack and paints simple shapes at 256 pixels, at once. Others: folders with model_index.json, transformer, "
                     "text_encoder, vae, scheduler and processor.",
                 ),
-                io.Combo.Input("text_encoder", options=[SAME, *folders], default=SAME, advanced=True, tooltip="Take the Qwen3-VL text encoder of another checkpoint folder."),
+                io.Combo.Input(
+                    "text_encoder",
+                    options=[SAME, *folders],
+                    default=SAME,
+                    advanced=True,
+                    tooltip="Take the Qwen3-VL text encoder of another checkpoint folder.",
+                ),
                 io.Combo.Input("vae", options=[SAME, *folders], default=SAME, advanced=True, tooltip="Take the VAE of another checkpoint folder."),
-                io.Combo.Input("weight_dtype", options=list(DTYPES), default="default", advanced=True, tooltip="Precision of the denoiser's weights. default: what ComfyUI finds best for the device."),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(DTYPES),
+                    default="default",
+                    advanced=True,
+                    tooltip="Precision of the denoiser's weights. default: what ComfyUI finds best for the device.",
+                ),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
         )

@@ -31,7 +31,9 @@ class Qwen21ReferenceLatents(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="From Qwen-Image 2.1 Encode."),
                 io.Conditioning.Input("negative", tooltip="From Qwen-Image 2.1 Encode."),
                 io.Vae.Input("vae", tooltip="The VAE of the Qwen-Image 2.1 Loader."),
-                io.Combo.Input("canvas", options=list(CANVASES), default=LAST, tooltip="Size of the picture to paint. Without references, width and height are used."),
+                io.Combo.Input(
+                    "canvas", options=list(CANVASES), default=LAST, tooltip="Size of the picture to paint. Without references, width and height are used."
+                ),
                 io.Int.Input("width", **side, tooltip="Pixels; used with canvas 'width and height', or without references."),
                 io.Int.Input("height", **side, tooltip="Pixels; used with canvas 'width and height', or without references."),
                 io.Int.Input("batch_size", default=1, min=1, max=64, tooltip="Pictures painted in one run; text and references are computed once for all."),
@@ -61,7 +63,9 @@ class Qwen21ReferenceLatents(io.ComfyNode):
         warning = near_copy_warning((width, height), [one.picture.size for one in prepared])
         if warning:
             say(f"{warning}; size policy auto avoids it", cls.hidden.unique_id)
-        latent["samples"] = torch.zeros(batch_size, LATENT_CHANNELS, height // LATENT_RATIO, width // LATENT_RATIO, device=comfy.model_management.intermediate_device())
+        latent["samples"] = torch.zeros(
+            batch_size, LATENT_CHANNELS, height // LATENT_RATIO, width // LATENT_RATIO, device=comfy.model_management.intermediate_device()
+        )
         return io.NodeOutput(positive, negative, latent)
 
 
@@ -82,7 +86,8 @@ def check_channels(vae) -> None:
     """Raises Qwen21Error if the VAE is another family's."""
     if vae.latent_channels != LATENT_CHANNELS or vae.output_channels != 4:
         raise Qwen21Error(
-            f"the VAE has {vae.latent_channels} latent and {vae.output_channels} picture channels, Qwen-Image 2.1 needs {LATENT_CHANNELS} and 4: connect the VAE of the "
+            f"the VAE has {vae.latent_channels} latent and {vae.output_channels} picture channels, Qwen-Image 2.1 needs {LATENT_CHANNELS} and 4: connect"
+            " the VAE of the "
             "Qwen-Image 2.1 Loader"
         )
 

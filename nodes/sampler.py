@@ -50,13 +50,43 @@ class Qwen21Sampler(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="From Reference Latents, or from Encode when there are no references."),
                 io.Conditioning.Input("negative", tooltip="Only used when cfg is not 1. May have another length than the positive."),
                 io.Latent.Input("latent", tooltip="The canvas: from Reference Latents or an empty latent; or a picture's latent, with denoise below 1."),
-                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, tooltip="The same seed gives the same noise as in ComfyUI's other samplers."),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="The same seed gives the same noise as in ComfyUI's other samplers.",
+                ),
                 io.Int.Input("steps", default=0, min=0, max=1000, tooltip="0: 40, or as many as the checkpoint's own sigmas (Turbo: 8)."),
-                io.Float.Input("cfg", default=1.0, min=0.0, max=30.0, step=0.1, round=0.01, tooltip="Guidance scale. 1 means none, as the model is meant, and takes half the time."),
-                io.Combo.Input("schedule", options=list(SCHEDULES), default="auto", tooltip="auto follows the checkpoint: Turbo's own sigmas, else shifted by the canvas's size."),
+                io.Float.Input(
+                    "cfg",
+                    default=1.0,
+                    min=0.0,
+                    max=30.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="Guidance scale. 1 means none, as the model is meant, and takes half the time.",
+                ),
+                io.Combo.Input(
+                    "schedule",
+                    options=list(SCHEDULES),
+                    default="auto",
+                    tooltip="auto follows the checkpoint: Turbo's own sigmas, else shifted by the canvas's size.",
+                ),
                 io.Combo.Input("sampler_name", options=comfy.samplers.SAMPLER_NAMES, default="euler", tooltip="euler is what the model was released with."),
-                io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Below 1, starts from the latent's picture: the lower, the closer to it."),
-                io.Float.Input("cfg_until", default=1.0, min=0.0, max=1.0, step=0.05, advanced=True, tooltip="Share of the steps that use cfg; the rest runs without guidance, twice as fast."),
+                io.Float.Input(
+                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Below 1, starts from the latent's picture: the lower, the closer to it."
+                ),
+                io.Float.Input(
+                    "cfg_until",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    advanced=True,
+                    tooltip="Share of the steps that use cfg; the rest runs without guidance, twice as fast.",
+                ),
             ],
             outputs=[io.Latent.Output("latent", display_name="latent"), io.String.Output("report", display_name="report")],
             hidden=[io.Hidden.unique_id],
@@ -117,7 +147,9 @@ def report(model, samples: torch.Tensor, steps: int, start: float, before: Cache
         cache = model.model.diffusion_model.cache
         run = cache.since(before)
         kept = sum(1 for _ in cache.tree.nodes())
-        lines.append(f"prefix: {run.computed_tokens} tokens computed in {run.seconds:.2f} s, {run.reused_tokens} reused (about {1000 * cache.saved(run):.0f} ms saved)")
+        lines.append(
+            f"prefix: {run.computed_tokens} tokens computed in {run.seconds:.2f} s, {run.reused_tokens} reused (about {1000 * cache.saved(run):.0f} ms saved)"
+        )
         lines.append(f"kept: {kept} pieces, K/V {cache.tree.nbytes() / 2**20:.1f} MiB")
         seconds -= run.seconds
     lines.append(f"each step: {seconds / steps:.3f} s")

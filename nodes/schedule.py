@@ -34,7 +34,10 @@ def prepared_latent(model, latent: dict) -> torch.Tensor:
     """The LATENT's samples (batch, 64, rows, columns), an empty one of another model's shape converted as ComfyUI's samplers do."""
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal"))
     if samples.ndim != 4 or samples.shape[1] != LATENT_CHANNELS:
-        raise Qwen21Error(f"the LATENT has shape {tuple(samples.shape)}, Qwen-Image 2.1 needs (batch, {LATENT_CHANNELS}, rows, columns): encode the picture with the VAE of the Qwen-Image 2.1 Loader")
+        raise Qwen21Error(
+            f"the LATENT has shape {tuple(samples.shape)}, Qwen-Image 2.1 needs (batch, {LATENT_CHANNELS}, rows, columns): encode the picture with the "
+            "VAE of the Qwen-Image 2.1 Loader"
+        )
     return samples
 
 
@@ -57,14 +60,20 @@ class Qwen21Schedule(io.ComfyNode):
                 io.Model.Input("model", tooltip="The MODEL of the Qwen-Image 2.1 Loader: its checkpoint decides the schedule."),
                 io.Latent.Input("latent", tooltip="The canvas: its size decides the shift."),
                 io.Int.Input("steps", default=0, min=0, max=1000, tooltip="0: 40, or as many as the checkpoint's own sigmas."),
-                io.Combo.Input("schedule", options=list(SCHEDULES), default="auto", tooltip="auto follows the checkpoint: Turbo's own 8 sigmas, else shifted by the canvas's size."),
+                io.Combo.Input(
+                    "schedule",
+                    options=list(SCHEDULES),
+                    default="auto",
+                    tooltip="auto follows the checkpoint: Turbo's own 8 sigmas, else shifted by the canvas's size.",
+                ),
             ],
             outputs=[
                 io.Sigmas.Output("sigmas", display_name="sigmas"),
                 io.Model.Output(
                     "model",
                     display_name="model",
-                    tooltip="With this canvas's shift, for KSampler. Its scheduler 'simple' then still lacks the stretch that ends at 0.02, and Turbo's own sigmas.",
+                    tooltip="With this canvas's shift, for KSampler. Its scheduler 'simple' then still lacks the stretch that ends at 0.02, and Turbo's own "
+                    "sigmas.",
                 ),
             ],
             hidden=[io.Hidden.unique_id],

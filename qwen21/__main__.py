@@ -32,7 +32,9 @@ def _parser() -> argparse.ArgumentParser:
         help="keys and values of text and references: off computes them at every step, run keeps them for one picture's run, default (the default) "
         "between runs too, fp8_v and fp8_kv likewise with values, or keys and values, in 8 bits",
     )
-    runs.add_argument("--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where they are kept; auto (default): host memory when the GPU is full")
+    runs.add_argument(
+        "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where they are kept; auto (default): host memory when the GPU is full"
+    )
     runs.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     generate = commands.add_parser(
@@ -47,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     generate.add_argument("--width", type=int, metavar="W", help="pixels; default: square, or as the last reference")
     generate.add_argument("--height", type=int, metavar="H", help="pixels; default: square, or as the last reference")
-    generate.add_argument("--resolution", type=int, metavar="N", help="references are resized to an area of N x N pixels; default: the checkpoint's native size")
+    generate.add_argument(
+        "--resolution", type=int, metavar="N", help="references are resized to an area of N x N pixels; default: the checkpoint's native size"
+    )
     generate.add_argument("--schedule", choices=("auto", "dynamic", "turbo"), default="auto", help="auto (default) follows the checkpoint")
     generate.add_argument("--batch", type=int, default=1, metavar="N", help="paint N pictures with seeds SEED, SEED + 1, ...; default: 1")
     generate.add_argument("--json", action="store_true", help="print one line of JSON: sizes, token counts, seconds a stage, prefix cache, peak memory")
@@ -56,13 +60,15 @@ def _parser() -> argparse.ArgumentParser:
         "batch",
         parents=[runs],
         help="run many jobs in one process",
-        description="Run the jobs of a file: one JSON object a line, with prompt and output and, if wanted, images (a list of files), negative, seed, batch, cfg, steps, "
-        "width, height, resolution and schedule, as in generate. What jobs share is computed once; pictures that are there already are skipped.",
+        description="Run the jobs of a file: one JSON object a line, with prompt and output and, if wanted, images (a list of files), negative, seed, batch, "
+        "cfg, steps, width, height, resolution and schedule, as in generate. What jobs share is computed once; pictures that are there already are skipped.",
     )
     batch.add_argument("jobs", metavar="JOBS.jsonl", help="file with one job a line")
     batch.add_argument("--json", action="store_true", help="print a line of JSON a job, and one for all")
 
-    random = commands.add_parser("make-random", help="write a small checkpoint with random weights", description="Write a small random checkpoint, for tests: it paints noise.")
+    random = commands.add_parser(
+        "make-random", help="write a small checkpoint with random weights", description="Write a small random checkpoint, for tests: it paints noise."
+    )
     random.add_argument("folder", metavar="FOLDER", help="new folder")
     random.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     random.add_argument("--turbo", action="store_true", help="as a Turbo checkpoint, with fixed sigmas")

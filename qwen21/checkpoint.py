@@ -32,7 +32,8 @@ TINY_FOLDER = Path(__file__).parent / "tiny" / "model"
 class Checkpoint:
     """A Qwen-Image 2.1 folder, or "tiny" for the built-in one: `model_index.json`, `transformer/`, `text_encoder/`, `vae/`, `scheduler/`, `processor/`.
 
-    Opening it reads and checks the configs and the headers of the weight files. Raises Qwen21Error if a part is missing, is another model's, or does not fit the others.
+    Opening it reads and checks the configs and the headers of the weight files. Raises Qwen21Error if a part is missing, is another
+    model's, or does not fit the others.
     """
 
     def __init__(self, folder: str | Path):
@@ -78,9 +79,7 @@ class Checkpoint:
         self._fill(model, "text_encoder", device, dtype)
         return encoder
 
-    def weights(
-        self, part: str, module: nn.Module, device: torch.device | str = "cpu", quantized: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, part: str, module: nn.Module, device: torch.device | str = "cpu", quantized: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """`read_weights` of one part ("transformer", "vae" or "text_encoder") with what is special about its files: of the VAE, Conv3d
         weights of temporal size 1 lose that axis and the unused `time_conv` is skipped; of the encoder, head and final norm are."""
         return read_weights(module, self.folder / part, device, _RENAME.get(part, str), squeeze=part == "vae", quantized=quantized)
@@ -115,7 +114,9 @@ class Checkpoint:
         for ours, theirs in (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"), ("merge_size", "spatial_merge_size")):
             found, expected = getattr(processor, ours), getattr(tower, theirs)
             if found != expected:
-                raise Qwen21Error(f"the picture processor in {folder} has `{ours}` {found}, the text encoder {expected}: the two come from different checkpoints")
+                raise Qwen21Error(
+                    f"the picture processor in {folder} has `{ours}` {found}, the text encoder {expected}: the two come from different checkpoints"
+                )
         return processor
 
     def tokenizer(self) -> Tokenizer:
@@ -151,7 +152,9 @@ class Checkpoint:
                 raise Qwen21Error(f"{source}: `{key}` is {self._encoder_config.get(key)!r}, expected an object: download the file again")
         width, wanted = self.encoder_config().text_config.hidden_size, self.transformer_config.context_in_dim
         if width != wanted:
-            raise Qwen21Error(f"{source}: `hidden_size` is {width}, the denoiser expects a text encoder of width {wanted}: the two come from different checkpoints")
+            raise Qwen21Error(
+                f"{source}: `hidden_size` is {width}, the denoiser expects a text encoder of width {wanted}: the two come from different checkpoints"
+            )
         if self.vae_config.z_dim != self.transformer_config.in_channels:
             raise Qwen21Error(
                 f"{self.folder}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser takes {self.transformer_config.in_channels}: "
@@ -267,13 +270,18 @@ def read_weights(
                     continue
                 if target not in waiting:
                     what = type(module).__name__
-                    raise Qwen21Error(f"{path} holds the tensor {name}, which the {what} of its config.json has not: it is another model's, take the file from a Qwen-Image 2.1 checkpoint")
+                    raise Qwen21Error(
+                        f"{path} holds the tensor {name}, which the {what} of its config.json has not: it is another model's, take the file from a "
+                        "Qwen-Image 2.1 checkpoint"
+                    )
                 found, expected = tuple(file.get_slice(name).get_shape()), tuple(waiting.pop(target).shape)
                 if f"{name.rpartition('.')[0]}.comfy_quant" in names:
                     yield target, file.get_tensor(name)
                     continue
                 if found != expected and not (squeeze and _without_ones(found) == _without_ones(expected)):
-                    raise Qwen21Error(f"{path}: tensor {name} has shape {found}, the config asks for {expected}: weights and config.json come from different models")
+                    raise Qwen21Error(
+                        f"{path}: tensor {name} has shape {found}, the config asks for {expected}: weights and config.json come from different models"
+                    )
                 yield target, file.get_tensor(name).reshape(expected)
     if waiting:
         raise Qwen21Error(f"{folder} lacks {len(waiting)} of {len(parameters)} tensors, the first is {min(waiting)}: download the folder again")

@@ -119,7 +119,9 @@ class VAEConfig:
         if values.get("decoder_base_dim", 0) is None:
             values = values | {"decoder_base_dim": values.get("base_dim")}
         if values.get("z_dim", 64) != 64:
-            raise Qwen21Error(f"{source}: `z_dim` is {values['z_dim']}, Qwen-Image 2.1 has a 64-channel VAE: take the vae folder of a Qwen-Image 2.1 checkpoint")
+            raise Qwen21Error(
+                f"{source}: `z_dim` is {values['z_dim']}, Qwen-Image 2.1 has a 64-channel VAE: take the vae folder of a Qwen-Image 2.1 checkpoint"
+            )
         _require(source, values, _class_name="AutoencoderKLQwenImage21", in_channels=4, out_channels=4, is_residual=True, patch_size=None, attn_scales=[])
         config = _known(cls, values, source)
         for key in ("latents_mean", "latents_std"):
@@ -158,7 +160,9 @@ class ScheduleConfig:
         if config.shift <= 0:
             raise Qwen21Error(f"{source}: `shift` is {config.shift}, expected more than 0: the config is damaged")
         if config.base_image_seq_len == config.max_image_seq_len:
-            raise Qwen21Error(f"{source}: `base_image_seq_len` and `max_image_seq_len` are both {config.max_image_seq_len}, expected two sizes: the config is damaged")
+            raise Qwen21Error(
+                f"{source}: `base_image_seq_len` and `max_image_seq_len` are both {config.max_image_seq_len}, expected two sizes: the config is damaged"
+            )
         return config
 
 

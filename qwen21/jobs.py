@@ -91,7 +91,10 @@ class Job:
 
     def settings(self, seed: int, run: dict[str, str]) -> dict[str, Any]:
         """What a PNG says about how it was made: the job, its pictures by file name and SHA-256, and `run` (model and dtype)."""
-        images = {"images": [Path(path).name for path in self.images], "images_sha256": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.images]}
+        images = {
+            "images": [Path(path).name for path in self.images],
+            "images_sha256": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.images],
+        }
         values = asdict(self) | {"seed": seed} | images | run
         return {name: value for name, value in values.items() if name not in ("output", "batch")}
 

@@ -208,7 +208,7 @@ class Pipeline:
                     self._check_finite("vae encode", latents)
                 self._latents[digest] = latents
             references.append((digest, self._latents[digest]))
-        for old in list(self._latents)[: -REMEMBERED_PICTURES]:
+        for old in list(self._latents)[:-REMEMBERED_PICTURES]:
             del self._latents[old]
         return references
 

@@ -140,7 +140,9 @@ class PrefixTree:
 
     def _divide(self, node: Node, length: int) -> Node:
         """Cut a node of text after `length` tokens; returns the new node that holds the first of them."""
-        first = Node(Item(Segment(length), node.item.keys[:length]), node.part.slice(0, length), node.parent, {node.item.keys[length]: node}, node.used, node.locks)
+        first = Node(
+            Item(Segment(length), node.item.keys[:length]), node.part.slice(0, length), node.parent, {node.item.keys[length]: node}, node.used, node.locks
+        )
         node.parent.children[first.item.keys[0]] = first
         node.item = Item(Segment(node.item.segment.length - length), node.item.keys[length:])
         node.part = node.part.slice(length, node.part.tokens)

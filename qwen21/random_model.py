@@ -35,9 +35,13 @@ def make_random(folder: str | Path, seed: int = 0, turbo: bool = False, resoluti
         torch.manual_seed(seed)
         tokenizer = _tokenizer()
         _write_encoder(folder / "text_encoder", tokenizer)
-        _write(folder / "transformer", "QwenImage21Transformer2DModel", asdict(TRANSFORMER) | {"patch_size": 1, "causal_condition": True}, _transformer_weights())
+        _write(
+            folder / "transformer", "QwenImage21Transformer2DModel", asdict(TRANSFORMER) | {"patch_size": 1, "causal_condition": True}, _transformer_weights()
+        )
         statistics = {"latents_mean": torch.randn(VAE.z_dim).tolist(), "latents_std": (torch.rand(VAE.z_dim) + 0.5).tolist()}
-        _write(folder / "vae", "AutoencoderKLQwenImage21", asdict(VAE) | statistics | {"is_residual": True, "patch_size": None, "attn_scales": []}, _vae_weights())
+        _write(
+            folder / "vae", "AutoencoderKLQwenImage21", asdict(VAE) | statistics | {"is_residual": True, "patch_size": None, "attn_scales": []}, _vae_weights()
+        )
     _write_processor(folder / "processor", tokenizer)
     _write_schedule(folder / "scheduler", turbo)
     index = {
@@ -135,8 +139,10 @@ def _write_encoder(folder: Path, tokenizer: Tokenizer) -> None:
             "num_position_embeddings": 256,
         },
         tie_word_embeddings=True,
-        **{f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>") for name, token in (
-            ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"))},
+        **{
+            f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>")
+            for name, token in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"))
+        },
     )
     model = Qwen3VLModel(config)
     for name, weight in model.named_parameters():

@@ -43,7 +43,9 @@ def prefix_segments(text_tokens: int, image_slots: Sequence[int], grids: Sequenc
     pictures differ in number, or when slots fall or lie outside the text.
     """
     if len(image_slots) != len(grids):
-        raise Qwen21Error(f"the prompt has {len(image_slots)} image slots but {len(grids)} reference latents were given: encode the prompt with the same pictures")
+        raise Qwen21Error(
+            f"the prompt has {len(image_slots)} image slots but {len(grids)} reference latents were given: encode the prompt with the same pictures"
+        )
     if any(a > b for a, b in zip([0, *image_slots], [*image_slots, text_tokens])):
         raise Qwen21Error(f"image slots {list(image_slots)} must rise from 0 to at most the {text_tokens} text tokens: encode the prompt again")
     segments, start = [], 0

@@ -265,7 +265,9 @@ class QwenImage21Transformer(nn.Module):
     def _prefix_segments(self, context: torch.Tensor, image_slots: Sequence[int], reference_latents: Sequence[torch.Tensor]) -> list[Segment]:
         width = self.config.context_in_dim
         if context.ndim != 3 or context.shape[0] != 1 or context.shape[2] != width:
-            raise Qwen21Error(f"the text states have shape {tuple(context.shape)}, this denoiser takes (1, tokens, {width}): use the text encoder that belongs to it")
+            raise Qwen21Error(
+                f"the text states have shape {tuple(context.shape)}, this denoiser takes (1, tokens, {width}): use the text encoder that belongs to it"
+            )
         for number, latents in enumerate(reference_latents, start=1):
             self._check_latents(f"reference {number}", latents)
             if latents.shape[0] != 1:
@@ -275,14 +277,18 @@ class QwenImage21Transformer(nn.Module):
     def _check_latents(self, what: str, latents: torch.Tensor) -> None:
         channels = self.config.in_channels
         if latents.ndim != 4 or latents.shape[1] != channels:
-            raise Qwen21Error(f"{what} has latents of shape {tuple(latents.shape)}, expected (batch, {channels}, rows, columns): encode it with the Qwen-Image 2.1 VAE")
+            raise Qwen21Error(
+                f"{what} has latents of shape {tuple(latents.shape)}, expected (batch, {channels}, rows, columns): encode it with the Qwen-Image 2.1 VAE"
+            )
 
     def _splice(self, context: torch.Tensor, segments: Sequence[Segment], reference_latents: Sequence[torch.Tensor]) -> torch.Tensor:
         """The prefix's embedded tokens, (1, tokens, dim)."""
         text = iter(self.txt_in(context).split([segment.length for segment in segments if segment.is_text], dim=1))
         pictures = iter(reference_latents)
         pieces = [
-            next(text) if segment.is_text else self.img_in(rearrange(next(pictures), "one channels rows columns -> one (rows columns) channels").to(context.dtype))
+            next(text)
+            if segment.is_text
+            else self.img_in(rearrange(next(pictures), "one channels rows columns -> one (rows columns) channels").to(context.dtype))
             for segment in segments
         ]
         return torch.cat(pieces, dim=1)

@@ -261,7 +261,9 @@ class QwenImage21VAE(nn.Module):
         `tile` (latent positions) takes less memory and more time for the same result.
         """
         if latents.ndim != 4 or latents.shape[1] != self.config.z_dim:
-            raise Qwen21Error(f"the VAE was given latents of shape {tuple(latents.shape)}, expected (batch, {self.config.z_dim}, rows, columns): they come from another model")
+            raise Qwen21Error(
+                f"the VAE was given latents of shape {tuple(latents.shape)}, expected (batch, {self.config.z_dim}, rows, columns): they come from another model"
+            )
         return self.decoder(self.post_quant_conv(latents), tile).clamp(-1, 1)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,9 @@ class Bench:
         tail = [200 + (7 * i + 31 * instruction) % 700 for i in range(INSTRUCTION)]
         keys = head + gaps + tail
         slots = [HEAD + GAP * i for i in range(references)]
-        latents = [torch.randn(1, 64, self.side, self.side, generator=torch.Generator().manual_seed(10 + i)).to(self.device, self.dtype) for i in range(references)]
+        latents = [
+            torch.randn(1, 64, self.side, self.side, generator=torch.Generator().manual_seed(10 + i)).to(self.device, self.dtype) for i in range(references)
+        ]
         return Prompt(self.table[keys][None], slots, latents, keys)
 
     def prefill(self, prompt: Prompt):
@@ -89,7 +91,11 @@ class Bench:
 
     def sample(self, prefix: PrefixKV, seed: int) -> torch.Tensor:
         tokens = self.side**2
-        schedule = sigmas("turbo", None, tokens, ScheduleConfig()) if self.options.steps == len(TURBO_SIGMAS) else sigmas("dynamic", self.options.steps, tokens, ScheduleConfig())
+        schedule = (
+            sigmas("turbo", None, tokens, ScheduleConfig())
+            if self.options.steps == len(TURBO_SIGMAS)
+            else sigmas("dynamic", self.options.steps, tokens, ScheduleConfig())
+        )
         noise = torch.randn(1, 64, self.side, self.side, generator=torch.Generator().manual_seed(seed)).to(self.device)
         return euler(noise, schedule.to(self.device), lambda x, sigma: self.transformer.denoise(x.to(self.dtype), sigma, prefix))
 
@@ -168,7 +174,8 @@ def times(bench: Bench) -> list[dict]:
                     taken.setdefault(name, []).append(seconds)
         base = statistics.median(taken["recomputed"])
         rows += [
-            {"what": f"{references} references, {name}", "seconds": statistics.median(values), "ratio": statistics.median(values) / base} for name, values in taken.items()
+            {"what": f"{references} references, {name}", "seconds": statistics.median(values), "ratio": statistics.median(values) / base}
+            for name, values in taken.items()
         ]
     return rows
 
@@ -204,7 +211,11 @@ def main() -> None:
                 print(f"\n{name}")
             for row in rows:
                 if options.json:
-                    print(json.dumps({"bench": "prefix_cache", "measure": name, "size": options.size, "device": options.device, "resolution": options.resolution, **row}))
+                    print(
+                        json.dumps(
+                            {"bench": "prefix_cache", "measure": name, "size": options.size, "device": options.device, "resolution": options.resolution, **row}
+                        )
+                    )
                 else:
                     values = "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items() if key != "what")
                     print(f"  {row['what']:36} {values}")

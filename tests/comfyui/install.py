@@ -20,7 +20,11 @@ class Install:
 def find_install() -> Install | None:
     """ComfyUI of COMFYUI_PATH, else of ~/comfy/ComfyUI; its Python of COMFYUI_PYTHON, else of the venv beside or inside it."""
     folder = Path(os.environ.get("COMFYUI_PATH") or Path.home() / "comfy/ComfyUI")
-    pythons = [Path(os.environ["COMFYUI_PYTHON"])] if os.environ.get("COMFYUI_PYTHON") else [home / "bin/python" for home in (folder.parent / "venv", folder / "venv", folder / ".venv")]
+    pythons = (
+        [Path(os.environ["COMFYUI_PYTHON"])]
+        if os.environ.get("COMFYUI_PYTHON")
+        else [home / "bin/python" for home in (folder.parent / "venv", folder / "venv", folder / ".venv")]
+    )
     python = next((python for python in pythons if python.is_file()), None)
     return Install(folder, python) if python and (folder / "main.py").is_file() else None
 

@@ -159,7 +159,13 @@ def test_two_prompts_in_the_queue(comfy_server):
     assert [result.error for result in results] == [None, None]
     one, other = (np.asarray(saved(comfy_server, result)[0]) for result in results)
     assert not np.array_equal(one, other)
-    assert np.array_equal(other, pixels(comfy_server, painting(seed=32, prompt="a wet road") | {"save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 2], "filename_prefix": "alone"}}}))
+    assert np.array_equal(
+        other,
+        pixels(
+            comfy_server,
+            painting(seed=32, prompt="a wet road") | {"save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 2], "filename_prefix": "alone"}}},
+        ),
+    )
 
 
 def test_freed_models_load_again(comfy_server):

@@ -34,7 +34,6 @@ def check(encoder, model_folder, prompt, pictures):
     return sum(encoder.ran), sum(encoder.looked)
 
 
-
 def test_a_new_instruction_costs_its_own_tokens(encoder, model_folder):
     pictures = [picture(0), picture(1, 96, 64)]
     whole, looked = check(encoder, model_folder, "make it red", pictures)

@@ -63,7 +63,9 @@ def check_prompt_is_taken_as_it_is():
 def check_every_layer_is_comfyuis():
     """Else part of the encoder would stay behind when ComfyUI offloads or quantises it."""
     model = loaded()[1].cond_stage_model.model
-    strangers = {type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)) and not getattr(module, "comfy_cast_weights", False)}
+    strangers = {
+        type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)) and not getattr(module, "comfy_cast_weights", False)
+    }
     assert not strangers, strangers
 
 
@@ -141,7 +143,10 @@ def check_near_copy_is_moved_and_said():
     said.clear()
     square = core("qwen21.references").Prepared(Image.new("RGBA", (1024, 1024)), (1024, 1024))
     positive, negative = ([[c[0][0], c[0][1] | {"qwen21_references": [square]}]] for c in (positive, negative))
-    with replaced(latents, "say", lambda text, node: said.append(text)), replaced(latents, "reference_latents", lambda vae, picture: torch.zeros(1, 64, 64, 64)):
+    with (
+        replaced(latents, "say", lambda text, node: said.append(text)),
+        replaced(latents, "reference_latents", lambda vae, picture: torch.zeros(1, 64, 64, 64)),
+    ):
         references(positive, negative, "last reference")
     assert len(said) == 1 and "near-copy" in said[0] and "1056" in said[0]
 

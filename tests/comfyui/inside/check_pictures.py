@@ -104,7 +104,19 @@ def check_kept_size_comes_back():
     rgb, mask, rgba = decoded(painted)
     assert rgba.shape == (1, 45, 70, 4) and rgb.shape == (1, 45, 70, 3) and mask.shape == (1, 45, 70)
     equal(rgba, decoded({"samples": painted["samples"]})[2][:, :45, :70])
-    ksampled = call("KSampler", model=loaded()[0], seed=1, steps=1, cfg=1.0, sampler_name="euler", scheduler="simple", positive=positive, negative=negative, latent_image=latent, denoise=1.0)[0]
+    ksampled = call(
+        "KSampler",
+        model=loaded()[0],
+        seed=1,
+        steps=1,
+        cfg=1.0,
+        sampler_name="euler",
+        scheduler="simple",
+        positive=positive,
+        negative=negative,
+        latent_image=latent,
+        denoise=1.0,
+    )[0]
     assert decoded(ksampled)[2].shape == (1, 45, 70, 4), "through KSampler"
     assert "qwen21_crop" not in references(*conditionings, "last reference")[2]
     assert "qwen21_crop" not in references(*conditionings, "width and height")[2]

@@ -47,13 +47,33 @@ def check_vae_of_another_family():
     conditionings = encode()
     decode = {"latent": {"samples": torch.zeros(1, 64, 4, 4)}, "alpha": "snap", "colour": "#ffffff"}
     for vae, found in ((vae_of(16, 3), "16"), (vae_of(4, 3), "4"), (vae_of(64, 3), "3")):
-        text = sentence(call, "Qwen21ReferenceLatents", positive=conditionings[0], negative=conditionings[1], vae=vae, canvas="last reference", width=64, height=64, batch_size=1)
+        text = sentence(
+            call,
+            "Qwen21ReferenceLatents",
+            positive=conditionings[0],
+            negative=conditionings[1],
+            vae=vae,
+            canvas="last reference",
+            width=64,
+            height=64,
+            batch_size=1,
+        )
         assert found in text and "64 and 4" in text
     for channels in (4, 16):
         assert f"{channels} latent" in sentence(call, "Qwen21Decode", vae=vae_of(channels, 3), **decode)
     assert "3 picture channels" in sentence(call, "Qwen21Decode", vae=vae_of(64, 3), **decode)
     assert "no VAE" in sentence(call, "Qwen21Decode", vae=None, **decode)
-    assert "no VAE" in sentence(call, "Qwen21ReferenceLatents", positive=conditionings[0], negative=conditionings[1], vae=None, canvas="last reference", width=64, height=64, batch_size=1)
+    assert "no VAE" in sentence(
+        call,
+        "Qwen21ReferenceLatents",
+        positive=conditionings[0],
+        negative=conditionings[1],
+        vae=None,
+        canvas="last reference",
+        width=64,
+        height=64,
+        batch_size=1,
+    )
 
 
 def check_latents_of_another_family():

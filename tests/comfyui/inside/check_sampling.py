@@ -158,7 +158,12 @@ def check_report():
     shared = int(re.search(r"(\d+) reused", report)[1])
     assert shared > 16, "the branches share everything through the picture"
     bytes_kept = 2 * 4 * 128 * 4 * (sum(tokens) - shared)  # K and V, layers, width, float32
-    for piece in ("3 steps over 24 tokens (64 x 96), batch 2", f"prefix: {sum(tokens) - shared} tokens computed", f"K/V {bytes_kept / 2**20:.1f} MiB", "each step:"):
+    for piece in (
+        "3 steps over 24 tokens (64 x 96), batch 2",
+        f"prefix: {sum(tokens) - shared} tokens computed",
+        f"K/V {bytes_kept / 2**20:.1f} MiB",
+        "each step:",
+    ):
         assert piece in report, report
     _, again = sample(model, *parts, cfg=2.0)
     assert f"prefix: 0 tokens computed in 0.00 s, {sum(tokens)} reused" in again, again
@@ -205,7 +210,9 @@ def check_prompts_for_a_part_of_the_picture():
         second, _, _ = prepared(prompt, pictures=1)
         left = torch.zeros(1, 6, 4)
         left[..., :2] = 1
-        sides = [call("ConditioningSetMask", conditioning=c, mask=mask, strength=1.0, set_cond_area="default")[0] for c, mask in ((first, left), (second, 1 - left))]
+        sides = [
+            call("ConditioningSetMask", conditioning=c, mask=mask, strength=1.0, set_cond_area="default")[0] for c, mask in ((first, left), (second, 1 - left))
+        ]
         found = samples(loaded()[0], call("ConditioningCombine", conditioning_1=sides[0], conditioning_2=sides[1])[0], negative, latent, steps=1)
         close(found[..., :2], core_samples(first, None, latent, steps=1)[..., :2], what="left")
         close(found[..., 2:], core_samples(second, None, latent, steps=1)[..., 2:], what="right")
@@ -282,10 +289,21 @@ def check_inpaint_conditioning():
 def check_two_stages_equal_one():
     """KSamplerAdvanced hands noisy latents from one run to the next."""
     positive, negative, latent = prepared(pictures=1)
-    common = {"model": loaded()[0], "positive": positive, "negative": negative, "noise_seed": 7, "steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+    common = {
+        "model": loaded()[0],
+        "positive": positive,
+        "negative": negative,
+        "noise_seed": 7,
+        "steps": 4,
+        "cfg": 1.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+    }
 
     def stage(latent, start: int, end: int, noise: str, leftover: str) -> dict:
-        return call("KSamplerAdvanced", latent_image=latent, add_noise=noise, start_at_step=start, end_at_step=end, return_with_leftover_noise=leftover, **common)[0]
+        return call(
+            "KSamplerAdvanced", latent_image=latent, add_noise=noise, start_at_step=start, end_at_step=end, return_with_leftover_noise=leftover, **common
+        )[0]
 
     first = stage(latent, 0, 2, "enable", "enable")
     close(stage(first, 2, 4, "disable", "disable")["samples"], stage(latent, 0, 4, "enable", "disable")["samples"])

@@ -32,7 +32,13 @@ from graph import (
 )
 from safetensors.torch import save_file
 
-LAYERS = ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_out.0", "transformer_blocks.2.img_mlp.gate_layer", "transformer_blocks.3.img_mlp.out", "img_in")
+LAYERS = (
+    "transformer_blocks.0.attn.to_q",
+    "transformer_blocks.1.attn.to_out.0",
+    "transformer_blocks.2.img_mlp.gate_layer",
+    "transformer_blocks.3.img_mlp.out",
+    "img_in",
+)
 LAYOUTS = {
     "peft": ("transformer.{}.lora_A.weight", "transformer.{}.lora_B.weight"),
     "comfyui": ("diffusion_model.{}.lora_A.weight", "diffusion_model.{}.lora_B.weight"),
@@ -334,7 +340,9 @@ def check_memory_estimate_counts_references_and_their_keys():
         assert model.memory_required([1, 64, 6, 4], listed) == comfy.model_base.QwenImage.memory_required(model, [1, 64, 6, 4], listed) + kv
     with counted(type(model), "memory_required") as calls:
         samples(loaded()[0], *prepared(pictures=2))
-    assert any((args[2] if len(args) > 2 else kwargs.get("cond_shapes", {})).get("ref_latents") for args, kwargs in calls), "ComfyUI's own estimate lacks the references"
+    assert any((args[2] if len(args) > 2 else kwargs.get("cond_shapes", {})).get("ref_latents") for args, kwargs in calls), (
+        "ComfyUI's own estimate lacks the references"
+    )
 
 
 def check_attention_is_comfyuis_choice():

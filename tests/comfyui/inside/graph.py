@@ -45,7 +45,9 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4, 
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-    assert found.shape == expected.shape and torch.equal(found, expected), f"{what}: differ by up to {(found - expected).abs().max() if found.shape == expected.shape else 'shape'}"
+    assert found.shape == expected.shape and torch.equal(found, expected), (
+        f"{what}: differ by up to {(found - expected).abs().max() if found.shape == expected.shape else 'shape'}"
+    )
 
 
 def differs(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-2, what: str = "") -> None:
