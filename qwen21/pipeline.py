@@ -254,7 +254,8 @@ class Pipeline:
     def _drop(self, *names: str) -> None:
         for name in names:
             del self._parts[name]
-        gc.collect()  # transformers' modules refer to one another in circles
+        if "text_encoder" in names:
+            gc.collect()  # transformers' modules refer to one another in circles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
