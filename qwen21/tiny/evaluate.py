@@ -213,28 +213,23 @@ def _font():
 
 
 def core_painter(settings: dict[str, str], progress: bool = True) -> Painter:
-    """Paints through qwen21.pipeline. `settings` may hold model, device, dtype and any field of pipeline.Request (steps, cfg, kv_cache ...)."""
+    """Paints through qwen21.pipeline. `settings` may hold model, device, dtype, kv_cache, kv_device and any field of pipeline.Request (steps, cfg ...)."""
     from dataclasses import fields
-    from functools import lru_cache
 
     from tqdm import tqdm
 
     from ..checkpoint import Checkpoint
     from ..pipeline import Pipeline, Report, Request
 
-    class Loaded(Checkpoint):
-        """Keeps its parts between pictures."""
-
-        transformer, vae, text_encoder = (lru_cache(getattr(Checkpoint, name)) for name in ("transformer", "vae", "text_encoder"))
-
     settings = dict(settings)
     device = settings.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, settings.pop("dtype", "bfloat16" if device == "cuda" else "float32"))
-    pipeline = Pipeline(Loaded(settings.pop("model", MODEL)), torch.device(device), dtype)
+    cache = {key: settings.pop(key) for key in ("kv_cache", "kv_device") if key in settings}
+    pipeline = Pipeline(Checkpoint(settings.pop("model", MODEL)), torch.device(device), dtype, keep=True, **cache)
     kinds = {f.name: f.type for f in fields(Request)}
     unknown = set(settings) - set(kinds)
     if unknown:
-        raise SystemExit(f"unknown setting {min(unknown)}: choose among model, device, dtype, {', '.join(kinds)}")
+        raise SystemExit(f"unknown setting {min(unknown)}: choose among model, device, dtype, kv_cache, kv_device, {', '.join(kinds)}")
     options = {"steps": STEPS} | {key: int(v) if v.isdigit() else float(v) if v.replace(".", "", 1).isdigit() else v for key, v in settings.items()}
 
     def paint(jobs: Sequence[Job]) -> list[np.ndarray]:
