@@ -50,14 +50,15 @@ class Denoiser(QwenImage21Transformer):
         self.cache = PrefixCache()
         self.run = Run(self.cache)
 
-    def forward(self, x, timesteps, context=None, ref_latents=None, image_slots=None, text_keys=None, control=None, transformer_options={}, **kwargs):
+    def forward(self, x, timesteps, context=None, ref_latents=None, image_slots=None, transformer_options={}, **kwargs):
         """Velocity of `x` (rows, 64, height, width) at sigmas `timesteps` (rows,); `context` (rows, tokens, width) and each of
-        `ref_latents` (rows, 64, h, w) hold the rows' prefixes. References without a slot follow the text, as in ComfyUI's own model."""
+        `ref_latents` (rows, 64, h, w) hold the rows' prefixes. References without a slot follow the text. The order of
+        arguments, which wrappers see, is that of ComfyUI's own model."""
         wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, transformer_options)
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
-        return executor.execute(x, timesteps, context, ref_latents, image_slots, text_keys, control, transformer_options, **kwargs)
+        return executor.execute(x, timesteps, context, ref_latents, image_slots, transformer_options, **kwargs)
 
-    def _forward(self, x, timesteps, context, ref_latents=None, image_slots=None, text_keys=None, control=None, transformer_options={}, **kwargs):
+    def _forward(self, x, timesteps, context, ref_latents=None, image_slots=None, transformer_options={}, text_keys=None, control=None, **_):
         self.run.start()
         attention = partial(host_attention, transformer_options=transformer_options)
         settings = transformer_options.get(CACHE_OPTION, CacheSettings())
@@ -115,9 +116,8 @@ class LatentFormat(comfy.latent_formats.LatentFormat):
         """Raises Qwen21Error for another model's latents, wherever ComfyUI took them from: a LATENT or a conditioning's references."""
         if latent.ndim != 4 or latent.shape[1] != self.latent_channels:
             raise Qwen21Error(
-                f"latents have shape {tuple(latent.shape)}, Qwen-Image 2.1 needs (batch, {self.latent_channels}, rows, columns): encode the picture with"
-                " the VAE of the "
-                "Qwen-Image 2.1 Loader"
+                f"latents have shape {tuple(latent.shape)}, Qwen-Image 2.1 needs (batch, {self.latent_channels}, rows, columns): encode the "
+                "picture with the VAE of the Qwen-Image 2.1 Loader"
             )
         return normalize(latent, self.vae)
 

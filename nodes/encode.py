@@ -37,8 +37,7 @@ class Qwen21Encode(io.ComfyNode):
                     options=list(POLICIES),
                     default="auto",
                     tooltip="auto: as official, but moves a reference off 1024 x 1024, where the model may return a near-copy. official: resampled to the area "
-                    "of "
-                    "resolution. keep: own pixels, mirrored up to a multiple of 32, cropped again by Decode.",
+                    "of resolution. keep: own pixels, mirrored up to a multiple of 32, cropped again by Decode.",
                 ),
                 io.Int.Input(
                     "resolution",

@@ -87,8 +87,7 @@ def check_channels(vae) -> None:
     if vae.latent_channels != LATENT_CHANNELS or vae.output_channels != 4:
         raise Qwen21Error(
             f"the VAE has {vae.latent_channels} latent and {vae.output_channels} picture channels, Qwen-Image 2.1 needs {LATENT_CHANNELS} and 4: connect"
-            " the VAE of the "
-            "Qwen-Image 2.1 Loader"
+            " the VAE of the Qwen-Image 2.1 Loader"
         )
 
 
