@@ -2,7 +2,7 @@
 
 import re
 
-WEB_DIRECTORY = "./web"  # docs/NODE_ID.md in it are the nodes' help pages
+WEB_DIRECTORY = "./nodes/web"  # docs/NODE_ID.md in it are the nodes' help pages
 NEEDS_COMFYUI = "0.33.0"  # the version the pack is tested with; pyproject.toml says the same
 
 
