@@ -19,6 +19,8 @@ DECODE_BYTES, ENCODE_BYTES = 3300, 1400
 
 
 class QwenImage21ComfyVAE(comfy.sd.VAE):
+    """The VAE of `checkpoint`. RGB pictures are taken as opaque; `dtype` None leaves the choice to ComfyUI, without float16, which overflows."""
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None):
         with _quiet():
             super().__init__(sd={})  # sets the defaults and, finding no weights, stops there
@@ -83,5 +85,5 @@ def _quiet():
 
 
 def load_vae(folder: str, dtype: torch.dtype | None = None) -> QwenImage21ComfyVAE:
-    """The autoencoder of the checkpoint in `folder` as a VAE."""
+    """The autoencoder of the checkpoint in `folder` as a VAE. Raises Qwen21Error that names the file when it is missing, damaged or another model's."""
     return QwenImage21ComfyVAE(Checkpoint(folder), dtype)

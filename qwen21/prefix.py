@@ -23,6 +23,7 @@ class StoredTensor:
 
     @classmethod
     def quantized(cls, x: torch.Tensor) -> "StoredTensor":
+        """`x` (1, heads, tokens, head_dim), any float dtype, in FP8 E4M3 with the largest value of each token and head at its maximum."""
         scale = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
         return cls((x.float() / scale).to(FP8), scale)
 

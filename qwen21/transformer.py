@@ -62,6 +62,8 @@ class TextProjection(nn.Module):
 
 
 class TimestepMLP(nn.Module):
+    """Sinusoids (batch, 256) to (batch, dim)."""
+
     def __init__(self, dim: int, operations, **factory):
         super().__init__()
         self.linear_1 = operations.Linear(TIME_CHANNELS, dim, bias=False, **factory)
@@ -86,6 +88,8 @@ class TimeEmbedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """Projections and per-head norms around whatever `attend` does; it owns neither positions nor keys of other tokens."""
+
     def __init__(self, config: TransformerConfig, operations, **factory):
         super().__init__()
         self.heads = config.num_attention_heads
@@ -107,6 +111,8 @@ class SelfAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """(batch, tokens, dim) to the same, through `mlp_ratio` times the width."""
+
     def __init__(self, config: TransformerConfig, operations, **factory):
         super().__init__()
         hidden = config.dim * config.mlp_ratio
@@ -154,6 +160,8 @@ class Hooks:
 
 
 class FinalNorm(nn.Module):
+    """Layer norm of (batch, tokens, dim) scaled by what the time embedding (batch, dim) says; no shift."""
+
     def __init__(self, config: TransformerConfig, operations, **factory):
         super().__init__()
         self.linear = operations.Linear(config.dim, config.dim, bias=False, **factory)

@@ -57,6 +57,8 @@ class RMSNorm2d(nn.Module):
 
 
 class ResidualBlock(nn.Module):
+    """Two normed 3x3 convolutions beside the input, (batch, inputs, rows, columns) to (batch, outputs, rows, columns)."""
+
     def __init__(self, inputs: int, outputs: int, operations, **factory):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm2d(inputs, **factory), RMSNorm2d(outputs, **factory)
@@ -85,6 +87,8 @@ class AttentionBlock(nn.Module):
 
 
 class MidBlock(nn.Module):
+    """Residual block, attention, residual block, at the latents' size: the only part that sees the whole picture."""
+
     def __init__(self, channels: int, operations, **factory):
         super().__init__()
         self.resnets = nn.ModuleList(ResidualBlock(channels, channels, operations, **factory) for _ in range(2))
@@ -127,6 +131,8 @@ class ChannelRepeat(nn.Module):
 
 
 class Downsample(nn.Module):
+    """Half the size by a stride-2 convolution, padded at the right and the bottom only."""
+
     def __init__(self, channels: int, operations, **factory):
         super().__init__()
         self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), operations.Conv2d(channels, channels, 3, stride=2, **factory))
@@ -136,6 +142,8 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
+    """Twice the size by repeating pixels, then a convolution."""
+
     def __init__(self, channels: int, operations, **factory):
         super().__init__()
         self.resample = nn.Sequential(nn.Upsample(scale_factor=2.0, mode="nearest-exact"), operations.Conv2d(channels, channels, 3, padding=1, **factory))
@@ -177,6 +185,8 @@ class UpBlock(nn.Module):
 
 
 class Encoder(nn.Module):
+    """Pixels (batch, 4, height, width) to mean and log-variance before `quant_conv`, (batch, 128, height / 16, width / 16)."""
+
     def __init__(self, config: VAEConfig, operations, **factory):
         super().__init__()
         widths = [config.base_dim * multiple for multiple in (1, *config.dim_mult)]
@@ -203,6 +213,8 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
+    """What `post_quant_conv` gives, (batch, 64, rows, columns), to unclamped pixels (batch, 4, 16 rows, 16 columns)."""
+
     def __init__(self, config: VAEConfig, operations, **factory):
         super().__init__()
         widths = [config.decoder_base_dim * multiple for multiple in (config.dim_mult[-1], *reversed(config.dim_mult))]
