@@ -15,7 +15,9 @@ from PIL import Image
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from ..qwen21.checkpoint import Checkpoint, meta_parameters
+from ..qwen21.config import ModelIndex
 from ..qwen21.errors import Qwen21Error
+from ..qwen21.pictures import flatten
 from ..qwen21.prefix_cache import digest
 from ..qwen21.text_encoder import Encoding, Qwen3VLModel, TextEncoder, template
 from .bridge_prefix import TextIdentity
@@ -140,13 +142,31 @@ def load_clip(folder: str, dtype: torch.dtype | None = None) -> comfy.sd.CLIP:
 
 
 def encode_prompts(clip: comfy.sd.CLIP, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> list[list]:
-    """A CONDITIONING a prompt, all over the same RGBA pictures; the vision tower runs once."""
+    """A CONDITIONING a prompt, all over the same RGBA pictures; the vision tower runs once, except in a CLIP of ComfyUI's own loader.
+
+    Raises Qwen21Error if the CLIP is another model's.
+    """
+    if _is_core_encoder(clip):
+        images = [to_image(flatten(picture))[..., :3] for picture in pictures]
+        for prompt in prompts:
+            template(prompt, len(pictures))
+        return [clip.encode_from_tokens_scheduled(clip.tokenize(prompt, images=images, keep_vision=False, prevent_empty_text=True)) for prompt in prompts]
     encoder = our_encoder(clip)
     clip.load_model(clip.tokenize(max(prompts, key=len), images=pictures))
     encoder.set_clip_options({"execution_device": clip.patcher.load_device})
     with comfy.model_management.cuda_device_context(clip.patcher.load_device):
         outputs = encoder.encode(prompts, pictures)
     return [[[cond, clip.add_hooks_to_dict({"pooled_output": None, **extra})]] for cond, extra in outputs]
+
+
+def native_resolution(clip: comfy.sd.CLIP) -> int:
+    """Of the checkpoint a CLIP comes from; the published model's if it is of ComfyUI's own loader. Raises Qwen21Error as `our_encoder`."""
+    return ModelIndex().native_resolution if _is_core_encoder(clip) else our_encoder(clip).native_resolution
+
+
+def _is_core_encoder(clip: comfy.sd.CLIP) -> bool:
+    """Whether this is the text encoder of Qwen-Image 2.1 as versions of ComfyUI that know the model load it."""
+    return any(one.__name__ == "QwenImage21TEModel" for one in type(getattr(clip, "cond_stage_model", None)).__mro__)
 
 
 def our_encoder(clip: comfy.sd.CLIP) -> Qwen3VL:

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 from ..qwen21.errors import UsageError
 from ..qwen21.pictures import MAX_REFERENCES
 from ..qwen21.references import POLICIES, prepare
-from .bridge_clip import encode_prompts, our_encoder, to_pictures
+from .bridge_clip import encode_prompts, native_resolution, to_pictures
 from .common import CATEGORY, say
 
 NAMES = [f"image_{i}" for i in range(1, MAX_REFERENCES + 1)]
@@ -71,7 +71,7 @@ class Qwen21Encode(io.ComfyNode):
             raise UsageError(
                 f"{len(pictures)} reference pictures came in (every frame of a batch counts), the model takes at most {MAX_REFERENCES}: leave some out"
             )
-        prepared = [prepare(picture, size_policy, resolution or our_encoder(clip).native_resolution) for picture in pictures]
+        prepared = [prepare(picture, size_policy, resolution or native_resolution(clip)) for picture in pictures]
         for note in dict.fromkeys(one.note for one in prepared if one.note):
             say(note, cls.hidden.unique_id)
         conditionings = encode_prompts(clip, [prompt, negative_prompt], [one.picture for one in prepared])

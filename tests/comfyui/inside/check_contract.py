@@ -1,7 +1,9 @@
 """What is shared with the Qwen-Image 2.1 nodes of newer ComfyUI versions: keys, types and shapes."""
 
+from types import SimpleNamespace
+
 import torch
-from graph import call, close, core_samples, core_transformer, core_vae, differs, encode, equal, loaded, picture, prepared, references, samples
+from graph import call, close, core, core_samples, core_transformer, core_vae, differs, encode, equal, loaded, picture, prepared, references, samples
 
 
 def check_conditioning_keys_types_and_shapes():
@@ -69,3 +71,28 @@ def check_latent_and_model():
 
 def check_parameters_keep_the_checkpoints_names():
     assert set(loaded()[0].model.diffusion_model.state_dict()) == set(core_transformer().state_dict())
+
+
+class QwenImage21TEModel:
+    """Named as the text encoder of versions of ComfyUI that know the model."""
+
+
+def check_a_clip_of_comfyuis_own_loader():
+    """Its tokenizer takes the prompt and pictures over white; its encoder fills `image_slots`. Here ours does so behind the same calls."""
+    asked = []
+
+    def tokenize(prompt, images, keep_vision, prevent_empty_text):
+        assert prevent_empty_text and not keep_vision and all(image.shape[0] == 1 and image.shape[3] == 3 for image in images)
+        asked.append([tuple(image.shape[1:3]) for image in images])
+        return loaded()[1].tokenize(prompt, images=[core("nodes.bridge_clip").to_pictures(image)[0] for image in images])
+
+    clip = SimpleNamespace(
+        cond_stage_model=QwenImage21TEModel(), tokenize=tokenize, encode_from_tokens_scheduled=loaded()[1].encode_from_tokens_scheduled
+    )
+    image = {"image_1": picture(96, 64)}
+    for found, expected in zip(encode("a red star", "blurry", image, clip=clip, resolution=64), encode("a red star", "blurry", image, resolution=64)):
+        close(found[0][0], expected[0][0])
+        assert found[0][1]["image_slots"] == expected[0][1]["image_slots"] and len(found[0][1]["qwen21_references"]) == 1
+    assert asked == [[(64, 64)]] * 2, asked  # an area of 64 x 64 in the picture's proportions, rounded to 32
+    positive, _, latent = references(*encode("a red star", "", image, clip=clip, resolution=64))
+    close(samples(loaded()[0], positive, positive, latent), samples(loaded()[0], *references(*encode("a red star", "", image, resolution=64))))
