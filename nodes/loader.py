@@ -41,8 +41,7 @@ def _is_ours(folder: Path) -> bool:
         return False
 
 
-def _path(name: str) -> str:
-    folders = checkpoint_folders()
+def _path(name: str, folders: dict[str, str]) -> str:
     if name not in folders:
         raise Qwen21Error(
             f"the checkpoint {name!r} is not in models/diffusers or models/diffusion_models (found: {', '.join(folders) or 'none'}): put its folder "
@@ -89,6 +88,7 @@ class Qwen21Loader(io.ComfyNode):
 
     @classmethod
     def execute(cls, checkpoint: str, text_encoder: str = SAME, vae: str = SAME, weight_dtype: str = "default") -> io.NodeOutput:
-        folder = _path(checkpoint)
-        text_encoder, vae = (folder if name == SAME else _path(name) for name in (text_encoder, vae))
+        folders = checkpoint_folders()
+        folder = _path(checkpoint, folders)
+        text_encoder, vae = (folder if name == SAME else _path(name, folders) for name in (text_encoder, vae))
         return io.NodeOutput(load_model(folder, vae, DTYPES[weight_dtype]), load_clip(text_encoder), load_vae(vae))

@@ -146,11 +146,10 @@ def report(model, samples: torch.Tensor, steps: int, start: float, before: Cache
     if before is not None:
         cache = model.model.diffusion_model.cache
         run = cache.since(before)
-        kept = sum(1 for _ in cache.tree.nodes())
         lines.append(
             f"prefix: {run.computed_tokens} tokens computed in {run.seconds:.2f} s, {run.reused_tokens} reused (about {1000 * cache.saved(run):.0f} ms saved)"
         )
-        lines.append(f"kept: {kept} pieces, K/V {cache.tree.nbytes() / 2**20:.1f} MiB")
+        lines.append(f"kept: {len(cache.tree)} pieces, K/V {cache.tree.nbytes() / 2**20:.1f} MiB")
         seconds -= run.seconds
     lines.append(f"each step: {seconds / steps:.3f} s")
     return "\n".join(lines)

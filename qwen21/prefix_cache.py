@@ -10,7 +10,7 @@ import torch
 
 from .prefix import KVPart, PrefixKV
 from .prefix_tree import Item, Match, PrefixTree
-from .sequence import Segment
+from .sequence import Segment, prefix_segments
 
 # (what the cache holds of the prefix, text tokens and pictures that it covers) -> that prefix and the rest, in parts
 Prefill = Callable[[PrefixKV, int, int], PrefixKV]
@@ -18,9 +18,8 @@ Prefill = Callable[[PrefixKV, int, int], PrefixKV]
 
 @dataclass
 class CacheStatistics:
-    """Since the cache was made: prefixes asked for and those found whole, tokens taken from it and computed, seconds that took."""
+    """Since the cache was made: prefixes found whole, tokens taken from it and computed, seconds that took."""
 
-    asked: int = 0
     found: int = 0
     reused_tokens: int = 0
     computed_tokens: int = 0
@@ -58,12 +57,11 @@ class PrefixCache:
             whole = match.items == len(items)
             if not whole:
                 rest = _rest(items, match)
-                new = self._compute(items, match, rest, prefill)
+                last = self.tree.insert(node, rest, self._compute(items, match, rest, prefill))
+                self.tree.lock(last)
                 self.tree.unlock(node)
-                node = self.tree.insert(node, rest, new)
-                self.tree.lock(node)
+                node = last
             held = Match(node, len(items), 0).prefix
-            self.statistics.asked += 1
             self.statistics.found += whole
             self.statistics.reused_tokens += reused
             self.statistics.computed_tokens += held.tokens - reused
@@ -141,14 +139,13 @@ def picture_item(rows: int, columns: int, key: Hashable) -> Item:
 
 def prefix_items(text_keys: Sequence[Hashable], image_slots: Sequence[int], pictures: Sequence[tuple[int, int, Hashable]]) -> list[Item]:
     """The items of a prefix: text with pictures (rows, columns, key) spliced in at `image_slots`, as the transformer's segments."""
-    items, start = [], 0
-    for slot, picture in zip(image_slots, pictures, strict=True):
-        if slot > start:
-            items.append(text_item(text_keys[start:slot]))
-        items.append(picture_item(*picture))
-        start = slot
-    if start < len(text_keys):
-        items.append(text_item(text_keys[start:]))
+    items, start, waiting = [], 0, iter(pictures)
+    for segment in prefix_segments(len(text_keys), image_slots, [(rows, columns) for rows, columns, _ in pictures]):
+        if segment.is_text:
+            items.append(text_item(text_keys[start : start + segment.length]))
+            start += segment.length
+        else:
+            items.append(picture_item(*next(waiting)))
     return items
 
 

@@ -54,7 +54,7 @@ class Match:
 
 
 class PrefixTree:
-    """Prefixes that were computed with the same weights are children of one root, which `root` finds by the weights' identity."""
+    """Prefixes that were computed with the same weights are children of one root, found by the weights' identity."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Node] = {}
@@ -114,6 +114,10 @@ class PrefixTree:
             freed += victim.part.nbytes
             del victim.parent.children[victim.item.keys[0]]
         return freed
+
+    def __len__(self) -> int:
+        """How many segments are held."""
+        return sum(1 for _ in self.nodes())
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents before children."""
