@@ -13,6 +13,8 @@ from typing import Any, get_args, get_origin
 
 from .errors import Qwen21Error
 
+PIPELINE = "QwenImage21Pipeline"  # `_class_name` in the model_index.json of a checkpoint folder
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises Qwen21Error if the file is missing, unreadable or not an object."""
@@ -175,7 +177,7 @@ class ModelIndex:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "model_index.json") -> "ModelIndex":
-        _require(source, values, _class_name="QwenImage21Pipeline")
+        _require(source, values, _class_name=PIPELINE)
         config = _known(cls, values | {"sample_sigmas": values.get("sample_sigmas") or []}, source)
         falling = (1.0, *config.sample_sigmas, 0.0)
         if any(a < b for a, b in pairwise(falling)) or 0 in config.sample_sigmas:

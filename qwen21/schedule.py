@@ -13,6 +13,7 @@ SCHEDULES = ("auto", "dynamic", "turbo")
 DEFAULT_STEPS = 40
 # The published Turbo checkpoint's own steps (its `model_index.json`), which its distillation was made for.
 TURBO_SIGMAS = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
+TURBO_SCHEDULE = ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0)
 
 
 def sigmas(kind: str, steps: int | None, target_tokens: int, config: ScheduleConfig, own: Sequence[float] = ()) -> torch.Tensor:
@@ -35,7 +36,7 @@ def resolve(kind: str, config: ScheduleConfig, own: Sequence[float] = ()) -> tup
     if kind == "dynamic":
         return config if config.use_dynamic_shifting else ScheduleConfig(), ()
     if kind == "turbo" and not own:
-        return ScheduleConfig(use_dynamic_shifting=False, shift_terminal=0.0), TURBO_SIGMAS
+        return TURBO_SCHEDULE, TURBO_SIGMAS
     return config, own
 
 
