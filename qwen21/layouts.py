@@ -186,7 +186,7 @@ WANTED = {
 }
 # A name's ending -> what has it. The first that fits counts.
 _OTHERS = (
-    (r"\.linear_attn\..*", "Qwen3.5, such as the prompt expander"),
+    (r"linear_attn\..*", "Qwen3.5, such as the prompt expander"),
     (r"visual\.blocks\.\d+\.mlp\.gate_proj\.weight", "Qwen2.5-VL, the text encoder of the first Qwen-Image"),
     (r"visual\.patch_embed\.proj\.weight", "another vision-language model"),
     (r"layers\.\d+\.self_attn\.q_norm\.weight", "a Qwen3 without a vision tower"),
