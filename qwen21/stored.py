@@ -38,10 +38,10 @@ class StoredLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
         self.register_buffer("scale", scale)
 
-    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight (out_features, in_features) in `dtype`."""
         return matrix(self.weight, self.kind, (self.out_features, self.in_features), dtype, self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), computed in the dtype of `x`."""
-        return F.linear(x, self.matrix(x.dtype), self.bias)
+        return F.linear(x, self.dequantized(x.dtype), self.bias)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import open_safetensors
+from ..files import open_safetensors
 from ..errors import Qwen21Error, UsageError
 from .places import Change, Lora, Place, find
 from .updates import Additive, Decomposed, Difference, Hadamard, Kronecker, LowRank, Replacement, Rotation, Update

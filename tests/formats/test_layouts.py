@@ -93,7 +93,7 @@ def test_plain_8_bit_floats_stay_so_in_memory(small, save):
     path = save(files.cast8(tensors))
     checkpoint = Checkpoint(small, transformer=path)
     layer = checkpoint.transformer(CPU, torch.bfloat16).transformer_blocks[0].attn.to_q
-    assert layer.weight.dtype == torch.float8_e4m3fn and layer.matrix(torch.bfloat16).dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.dequantized(torch.bfloat16).dtype == torch.bfloat16
     meant = save({name: value.float() for name, value in files.cast8(tensors).items()}, "meant.safetensors")
     close(velocity(checkpoint), velocity(Checkpoint(small, transformer=meant)))
     assert 1e-4 < difference(velocity(checkpoint), velocity(Checkpoint(small))) < 0.1
