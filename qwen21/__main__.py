@@ -22,7 +22,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     runs = _Parser(add_help=False)
-    runs.add_argument("--model", default="tiny", metavar="FOLDER", help="checkpoint folder in the diffusers layout; default: tiny, the built-in one")
+    runs.add_argument("--model", metavar="FOLDER", help="checkpoint folder in the diffusers layout; default: tiny, the built-in one")
+    for part, files in (("transformer", "safetensors or GGUF file"), ("text-encoder", "safetensors file"), ("vae", "safetensors file")):
+        runs.add_argument(f"--{part}", metavar="FILE", help=f"{files}, or folder, to use for the {part} instead; with all three, --model is not needed")
     runs.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda and mps, float32 on cpu")
     runs.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
     runs.add_argument(
@@ -73,6 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("jobs", metavar="JOBS.jsonl", help="file with one job a line")
     batch.add_argument("--json", action="store_true", help="print a line of JSON a job, and one for all")
 
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what a file or folder is",
+        description="Say what a file or folder is: which part, in which layout and precision, how large, Turbo or not, a LoRA's rank and targets, and why it "
+        "cannot be used if it cannot (exit code 1).",
+    )
+    inspect.add_argument("source", metavar="FILE_OR_FOLDER", help="safetensors or GGUF file, checkpoint folder, or the folder of a part")
+    inspect.add_argument("--json", action="store_true", help="print one line of JSON")
+    inspect.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
     random = commands.add_parser(
         "make-random", help="write a small checkpoint with random weights", description="Write a small random checkpoint, for tests: it paints noise."
     )
@@ -89,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from . import commands
 
-        {"generate": commands.generate, "batch": commands.batch, "make-random": commands.make_random}[options.command](options)
+        {"generate": commands.generate, "batch": commands.batch, "inspect": commands.inspect, "make-random": commands.make_random}[options.command](options)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if options.debug:

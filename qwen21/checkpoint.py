@@ -82,24 +82,20 @@ class Checkpoint:
 
     def transformer(self, device: torch.device, dtype: torch.dtype) -> QwenImage21Transformer:
         """The denoiser, in eval mode without gradients. Weights that are stored in fewer bits stay so in memory."""
-        with meta_parameters():
-            model = QwenImage21Transformer(self.transformer_config)
-        return self.parts["transformer"].fill(model, device, dtype)
+        return self._filled("transformer", device, dtype)
 
     def vae(self, device: torch.device, dtype: torch.dtype) -> QwenImage21VAE:
         """The autoencoder, in eval mode without gradients."""
-        with meta_parameters():
-            model = QwenImage21VAE(self.vae_config)
-        return self.parts["vae"].fill(model, device, dtype)
+        return self._filled("vae", device, dtype)
 
     def text_encoder(self, device: torch.device, dtype: torch.dtype) -> TextEncoder:
         """Qwen3-VL without its language head, with tokenizer and picture processor. Weights that are stored in fewer bits stay so in memory."""
-        part = self.parts["text_encoder"]
-        with explained(str(part.config_path if part.config else part.source)), meta_parameters():
-            model = Qwen3VLModel(self.encoder_config())
-        encoder = TextEncoder(model, self.tokenizer(), self.picture_processor(), device, dtype)
-        part.fill(model, device, dtype)
-        return encoder
+        tokenizer, picture_processor = self.tokenizer(), self.picture_processor()
+        return TextEncoder(self._filled("text_encoder", device, dtype), tokenizer, picture_processor, device, dtype)
+
+    def _filled(self, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        part = self.parts[name]
+        return part.fill(meta_module(part), device, dtype)
 
     def file_bytes(self, part: str) -> int:
         """Size of a part's weights on disk."""
@@ -142,6 +138,18 @@ class Checkpoint:
 
 def _is_checkpoint(folder: Path) -> bool:
     return (folder / "model_index.json").is_file() and read_json(folder / "model_index.json").get("_class_name") == PIPELINE
+
+
+def meta_module(part: Part) -> nn.Module:
+    """The module that a part's weights are for, its parameters on the meta device. Raises Qwen21Error if its config makes none."""
+    if part.name == "text_encoder":
+        config = encoder_config(part)
+        with explained(str(part.config_path if part.config else part.source)), meta_parameters():
+            model = Qwen3VLModel(config)
+        model.language_model.norm = nn.Identity()  # the states are wanted before it
+        return model
+    with meta_parameters():
+        return QwenImage21Transformer(transformer_config(part)) if part.name == "transformer" else QwenImage21VAE(vae_config(part))
 
 
 @contextmanager

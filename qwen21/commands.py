@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .checkpoint import Checkpoint
-from .errors import Qwen21Error
+from .checkpoint import TINY, Checkpoint
+from .describe import describe, table
+from .errors import Qwen21Error, UsageError
 from .jobs import Job, write_png
 from .lora import parse
 from .pipeline import Pipeline, Report, notes
@@ -25,7 +26,7 @@ def generate(options: Namespace) -> None:
     job = Job(images=options.image, **{name: getattr(options, name) for name in names})
     outputs, request = job.outputs(), job.request()
     device = _device(options.device)
-    checkpoint = Checkpoint(options.model)
+    checkpoint = _checkpoint(options)
     for note in notes(request, checkpoint.index.native_resolution):
         print(f"note: {note}", file=sys.stderr)
     summary = _paint(job, outputs, request, _pipeline(options, checkpoint, device, keep=False))
@@ -42,7 +43,7 @@ def batch(options: Namespace) -> None:
     for lora in options.lora:
         parse(lora)  # one that is missing is missing for every job
     device = _device(options.device)
-    pipeline = _pipeline(options, Checkpoint(options.model), device, keep=True)
+    pipeline = _pipeline(options, _checkpoint(options), device, keep=True)
     counts = {"painted": 0, "skipped": 0, "failed": 0}
     jobs = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     for number, line in tqdm(jobs, desc="jobs", unit="job", file=sys.stderr):
@@ -72,6 +73,23 @@ def batch(options: Namespace) -> None:
 def make_random(options: Namespace) -> None:
     folder = make_random_checkpoint(options.folder, options.seed, options.turbo)
     print(f"wrote a small random checkpoint to {folder}: it paints noise, and is meant for trying things out")
+
+
+def inspect(options: Namespace) -> None:
+    """Say what a file or folder is, and fail if it cannot be used."""
+    found = describe(Path(options.source))
+    print(json.dumps(found) if options.json else table(found))
+    if found["problems"]:
+        raise Qwen21Error(f"{options.source} cannot be used as it is: {found['problems'][0]}")
+
+
+def _checkpoint(options: Namespace) -> Checkpoint:
+    """Of the folder and the single files that were named; the built-in one if none was."""
+    own = {part: getattr(options, part) for part in ("transformer", "text_encoder", "vae")}
+    missing = [part for part, source in own.items() if source is None]
+    if options.model is None and 0 < len(missing) < len(own):
+        raise UsageError(f"there is no {missing[0]}: give --model a folder for what is not named, or --{missing[0].replace('_', '-')} too")
+    return Checkpoint(options.model or (TINY if missing else None), **own)
 
 
 def _pipeline(options: Namespace, checkpoint: Checkpoint, device: torch.device, keep: bool) -> Pipeline:

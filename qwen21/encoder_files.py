@@ -90,8 +90,8 @@ def read_tokenizer(part: Part, config: Qwen3VLConfig, bundled: Path | None = Non
         raise Qwen21Error(f"{part.source.parent / 'processor' / TOKENIZER_FILES[0]} is missing: take the processor folder of a Qwen-Image 2.1 checkpoint")
     if folder is None:
         raise Qwen21Error(
-            f"{part.source.parent / TOKENIZER_FILES[0]} is missing: put the tokenizer.json of a Qwen-Image 2.1 checkpoint's processor folder there, or the "
-            "text encoder into ComfyUI's models/text_encoders"
+            f"{part.source} comes without a tokenizer: put the {TOKENIZER_FILES[0]} of a Qwen-Image 2.1 checkpoint's processor folder beside it, or the file "
+            "into ComfyUI's models/text_encoders"
         )
     with explained(f"the tokenizer in {folder}"):
         tokenizer = _read_tokenizer(folder)

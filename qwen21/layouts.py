@@ -109,9 +109,10 @@ def _transformer_pieces(name: str, stored: Stored, layout: Layout, tensors: Mapp
     target = name.removeprefix(layout.prefix)
     if ".img_mlp.gate_up." not in target:
         return [(target, Piece(stored))]
-    rows = tensors[f"{name.rpartition('.')[0]}.weight"].shape[0] if f"{name.rpartition('.')[0]}.weight" in tensors else 0
+    weight = tensors.get(f"{name.rpartition('.')[0]}.weight", stored)
+    rows = weight.shape[0] if weight.shape else 0
     halves = [slice(0, rows // 2), slice(rows // 2, rows)]  # gate_layer first, then proj
-    by_rows = bool(rows) and rows % 2 == 0 and bool(stored.shape) and stored.shape[0] == rows  # else a factor of the whole, which both share
+    by_rows = rows > 1 and rows % 2 == 0 and stored.shape[:1] == (rows,)  # else a factor of the whole, which both share
     names = [target.replace(".gate_up.", f".{half}.") for half in ("gate_layer", "proj")]
     return [(one, Piece(stored, half if by_rows else None)) for one, half in zip(names, halves)]
 

@@ -102,7 +102,7 @@ def test_help_is_quick_and_complete():
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (0, "")
     commands = next(action for action in _parser()._actions if action.dest == "command").choices
-    assert commands.keys() == {"generate", "batch", "make-random"}
+    assert commands.keys() == {"generate", "batch", "inspect", "make-random"}
     for action in (action for parser in commands.values() for action in parser._actions):
         assert action.help and all(option in stdout for option in action.option_strings if action in commands["generate"]._actions)
 
