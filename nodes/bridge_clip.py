@@ -14,13 +14,14 @@ import torch
 from PIL import Image
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
-from ..qwen21.checkpoint import Checkpoint, meta_parameters
+from ..qwen21.checkpoint import Checkpoint, meta_module
 from ..qwen21.config import ModelIndex
 from ..qwen21.errors import Qwen21Error
 from ..qwen21.pictures import flatten
 from ..qwen21.prefix_cache import digest
-from ..qwen21.text_encoder import Encoding, Qwen3VLModel, TextEncoder, template
+from ..qwen21.text_encoder import Encoding, TextEncoder, template
 from .bridge_prefix import TextIdentity
+from .bridge_stored import finish, quantization_of, state_dict
 
 TOKENS = "qwen21"  # the key under which tokenize() hands prompt and pictures to the encoder
 
@@ -45,8 +46,7 @@ class Qwen3VL(torch.nn.Module):
     def __init__(self, checkpoint: Checkpoint, operations, compute_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, model_options: dict):
         """`dtype` is what weights are stored in, `compute_dtype` what the states are computed in."""
         super().__init__()
-        with meta_parameters():
-            self.model = Qwen3VLModel(checkpoint.encoder_config())
+        self.model = meta_module(checkpoint.parts["text_encoder"])
         self.encoder = TextEncoder(self.model, checkpoint.tokenizer(), checkpoint.picture_processor(), remember=True)
         swap_operations(self.model, operations, dtype, device)
         self.dtypes = {dtype}
@@ -116,27 +116,25 @@ def _host_layer(old: torch.nn.Module, operations, factory: dict) -> torch.nn.Mod
     return None
 
 
-def load_clip(folder: str, dtype: torch.dtype | None = None) -> comfy.sd.CLIP:
-    """The text encoder of the checkpoint in `folder` as a CLIP. `dtype` is what weights are stored in; None: the file's own (on a CPU float32
-    if that is not 8 bits or quantised). It computes in bfloat16, on a CPU in float32.
+def load_clip(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> comfy.sd.CLIP:
+    """The text encoder of `checkpoint` as a CLIP. `dtype` is what weights are stored in; None: the file's own (on a CPU float32 if that is not
+    8 bits or quantised). It computes in bfloat16, on a CPU in float32.
 
-    Raises Qwen21Error that names the file when it is missing, damaged or another model's.
+    Raises Qwen21Error that names the file when it is damaged or another model's.
     """
-    checkpoint = Checkpoint(folder)
-    with meta_parameters():
-        meta = Qwen3VLModel(checkpoint.encoder_config())
-    meta.language_model.norm = torch.nn.Identity()
-    weights = dict(checkpoint.weights("text_encoder", meta, quantized=True))
+    part = checkpoint.parts["text_encoder"]
+    weights = state_dict(part, meta_module(part))
     on_cpu = comfy.model_management.is_device_cpu(comfy.model_management.text_encoder_device())
     compute_dtype = torch.float32 if on_cpu else torch.bfloat16
-    quantization = comfy.utils.detect_layer_quantization(weights, "")
+    quantization = quantization_of(part)
     operations = comfy.ops.mixed_precision_ops(quantization, compute_dtype) if quantization else comfy.ops.manual_cast
     if dtype is None:
         file_dtype = compute_dtype if quantization else comfy.utils.weight_dtype(weights)
         dtype = compute_dtype if on_cpu and file_dtype.itemsize > 1 else file_dtype
     parts = {"checkpoint": checkpoint, "operations": operations, "compute_dtype": compute_dtype}
     target = SimpleNamespace(params=parts, clip=Qwen3VL, tokenizer=Tokenizer)
-    clip = comfy.sd.CLIP(target, parameters=comfy.utils.calculate_parameters(weights), state_dict=[weights], model_options={"dtype": dtype})
+    clip = comfy.sd.CLIP(target, parameters=comfy.utils.calculate_parameters(weights), state_dict=[dict(weights)], model_options={"dtype": dtype})
+    finish(clip.cond_stage_model.model, weights)
     clip.patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, lambda patcher, unloaded: patcher.model.encoder.forget() if unloaded else None)
     return clip
 

@@ -22,7 +22,7 @@ import comfy.utils
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 
-from ..qwen21.checkpoint import Checkpoint
+from ..qwen21.checkpoint import Checkpoint, meta_module
 from ..qwen21.config import ModelIndex, ScheduleConfig, VAEConfig
 from ..qwen21.errors import Qwen21Error
 from ..qwen21.prefix_cache import PrefixCache
@@ -31,6 +31,7 @@ from ..qwen21.transformer import Hooks, QwenImage21Transformer
 from ..qwen21.vae import denormalize, normalize
 from .bridge_hooks import PREFIX_OPTION, HostHooks, residuals_of
 from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
+from .bridge_stored import finish, quantization_of, state_dict
 from .common import LATENT_CHANNELS, LATENT_RATIO
 
 PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_text(encoding="utf-8"))
@@ -139,13 +140,12 @@ class ModelConfig(comfy.supported_models_base.BASE):
     memory_usage_factor = 6.0  # ComfyUI's own for this model
     supported_inference_dtypes = [torch.bfloat16, torch.float32]
 
-    def __init__(self, checkpoint: Checkpoint, vae: Checkpoint):
-        """`vae` is the checkpoint whose VAE makes and decodes the latents: its statistics normalise them."""
+    def __init__(self, checkpoint: Checkpoint):
         self.schedule: ScheduleConfig = checkpoint.schedule
         self.index: ModelIndex = checkpoint.index
         self.sampling_settings = {"shift": mu(checkpoint.schedule, (checkpoint.index.native_resolution // LATENT_RATIO) ** 2)}
         super().__init__({"config": checkpoint.transformer_config, "image_model": "qwen_image21"})
-        self.latent_format = LatentFormat(vae.vae_config, vae.preview_factors)
+        self.latent_format = LatentFormat(checkpoint.vae_config, checkpoint.preview_factors)
 
 
 class QwenImage21(comfy.model_base.QwenImage):
@@ -217,18 +217,15 @@ def _weights(patcher) -> Hashable | None:
     return patcher.patches_uuid, replaced, override
 
 
-def load_model(folder: str, vae_folder: str, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
-    """The denoiser of the checkpoint in `folder` as a MODEL, for latents of the VAE in `vae_folder`. `dtype` None leaves the choice to ComfyUI.
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
+    """The denoiser of `checkpoint` as a MODEL, for latents of its VAE. `dtype` None leaves the choice to ComfyUI; quantised weights stay as they are.
 
-    Raises Qwen21Error that names the file when it is missing, damaged or another model's.
+    Raises Qwen21Error that names the file when it is damaged or another model's.
     """
-    checkpoint = Checkpoint(folder)
-    config = ModelConfig(checkpoint, Checkpoint(vae_folder))
+    config, part = ModelConfig(checkpoint), checkpoint.parts["transformer"]
     management = comfy.model_management
-    with torch.device("meta"):
-        meta = QwenImage21Transformer(checkpoint.transformer_config)
-    weights = dict(checkpoint.weights("transformer", meta, quantized=True))
-    config.quant_config = comfy.utils.detect_layer_quantization(weights, "")
+    weights = state_dict(part, meta_module(part))
+    config.quant_config = quantization_of(part)
     supported = config.supported_inference_dtypes
     parameters, file_dtype = comfy.utils.calculate_parameters(weights), None if config.quant_config else comfy.utils.weight_dtype(weights)
     weight_dtype = dtype or management.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=file_dtype)
@@ -238,9 +235,10 @@ def load_model(folder: str, vae_folder: str, dtype: torch.dtype | None = None, d
     model = QwenImage21(config)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device=device, offload_device=offload)
-    patcher.cached_patcher_init = (load_model, (folder, vae_folder, dtype))
+    patcher.cached_patcher_init = (load_model, (checkpoint, dtype))
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _detached)
     if not management.is_device_cpu(offload):
         model.to(offload)
-    model.load_model_weights(weights, "", assign=patcher.is_dynamic())
+    model.load_model_weights(dict(weights), "", assign=patcher.is_dynamic())
+    finish(model.diffusion_model, weights)
     return patcher

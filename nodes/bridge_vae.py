@@ -10,9 +10,10 @@ import comfy.sd
 import comfy.utils
 import torch
 
-from ..qwen21.checkpoint import Checkpoint
+from ..qwen21.checkpoint import Checkpoint, meta_module
 from ..qwen21.config import VAEConfig
 from ..qwen21.vae import QwenImage21VAE
+from .bridge_stored import state_dict
 
 # Bytes a pixel and byte of dtype, from the measured peaks of the published widths (7.2 GiB to decode, 2.9 GiB to encode 1024 x 1024 in bfloat16, less weights).
 DECODE_BYTES, ENCODE_BYTES = 3300, 1400
@@ -37,10 +38,8 @@ class QwenImage21ComfyVAE(comfy.sd.VAE):
         self.first_stage_model = QwenImage21VAE(config, comfy.ops.disable_weight_init).eval().to(self.vae_dtype)
         management.archive_model_dtypes(self.first_stage_model)
         self.patcher = comfy.model_patcher.CoreModelPatcher(self.first_stage_model, load_device=self.device, offload_device=management.vae_offload_device())
-        with torch.device("meta"):
-            names = QwenImage21VAE(config)
-        weights = dict(checkpoint.weights("vae", names))
-        self.first_stage_model.load_state_dict(weights, assign=self.patcher.is_dynamic())
+        part = checkpoint.parts["vae"]
+        self.first_stage_model.load_state_dict(state_dict(part, meta_module(part)), assign=self.patcher.is_dynamic())
         self.model_size()
 
     def decode_tiled_(self, samples: torch.Tensor, tile_x: int = 32, tile_y: int = 32, overlap: int = 0) -> torch.Tensor:
@@ -84,6 +83,6 @@ def _quiet():
         logging.disable(disabled)
 
 
-def load_vae(folder: str, dtype: torch.dtype | None = None) -> QwenImage21ComfyVAE:
-    """The autoencoder of the checkpoint in `folder` as a VAE. Raises Qwen21Error that names the file when it is missing, damaged or another model's."""
-    return QwenImage21ComfyVAE(Checkpoint(folder), dtype)
+def load_vae(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> QwenImage21ComfyVAE:
+    """The autoencoder of `checkpoint` as a VAE. Raises Qwen21Error that names the file when it is damaged or another model's."""
+    return QwenImage21ComfyVAE(checkpoint, dtype)

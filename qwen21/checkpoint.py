@@ -54,7 +54,6 @@ class Checkpoint:
             raise Qwen21Error(f"the model {folder} is not a folder: give a Qwen-Image 2.1 folder in the diffusers layout, and single files part by part")
         self._tokenizer = tokenizer
         self.index, self.schedule = ModelIndex(), ScheduleConfig()
-        self.preview_factors: dict | None = None
         if self.folder is not None:
             self._read_folder(self.folder)
         self.parts: dict[str, Part] = {}
@@ -63,6 +62,9 @@ class Checkpoint:
         self.transformer_config, self.vae_config = transformer_config(self.parts["transformer"]), vae_config(self.parts["vae"])
         if transformer is not None:
             self._read_transformers_own(self.parts["transformer"])
+        home = _home(self.parts["vae"])
+        preview = home and home / "latent_rgb_factors.json"
+        self.preview_factors = read_json(preview) if preview and preview.is_file() else None  # "factors" (64, 3) and "bias" (3), if the VAE brings its own
         self._check_fit()
 
     def _read_folder(self, folder: Path) -> None:
@@ -70,9 +72,6 @@ class Checkpoint:
         self.index = ModelIndex.from_dict(read_json(path), str(path))
         path = folder / "scheduler/scheduler_config.json"
         self.schedule = ScheduleConfig.from_dict(read_json(path), str(path))
-        preview = folder / "latent_rgb_factors.json"
-        if preview.is_file():  # "factors" (64, 3) and "bias" (3), if it brings its own
-            self.preview_factors = read_json(preview)
 
     @property
     def name(self) -> str:
@@ -115,7 +114,7 @@ class Checkpoint:
 
     def _read_transformers_own(self, part: Part) -> None:
         """Which sigmas a denoiser that is not the folder's wants: its own folder knows, or its file says that it is a Turbo."""
-        home = next((folder for folder in (part.source, *part.source.parents[:2]) if _is_checkpoint(folder)), None)
+        home = _home(part)
         if home is not None:
             self._read_folder(home)
         elif own := sample_sigmas(part):
@@ -134,6 +133,11 @@ class Checkpoint:
                 f"{self.parts['vae'].source}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser takes "
                 f"{self.transformer_config.in_channels}: the two come from different checkpoints"
             )
+
+
+def _home(part: Part) -> Path | None:
+    """The checkpoint folder that a part lies in, if it lies in one."""
+    return next((folder for folder in (part.source, *part.source.parents[:2]) if _is_checkpoint(folder)), None)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -19,7 +19,7 @@ OLDER = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 OLDER_MARK = "scaled_fp8"  # a tensor that only says that there are such scales
 
 # Names that only this model's part has; the number of dimensions tells a weight from a LoRA's.
-_MARKS = {
+MARKS = {
     "transformer": ("txt_in.text_norm.weight",),
     "text_encoder": ("visual.deepstack_merger_list.0.norm.weight",),
     "vae": ("decoder.up_blocks.0.resnets.0.norm1.gamma", "decoder.upsamples.0.upsamples.0.residual.0.gamma"),
@@ -50,7 +50,7 @@ class Layout:
 def layouts_of(tensors: Mapping[str, Stored]) -> list[Layout]:
     """Every part of Qwen-Image 2.1 that is among `tensors`; empty if there is none."""
     found = []
-    for part, marks in _MARKS.items():
+    for part, marks in MARKS.items():
         mark = next((name for name in tensors if name.endswith(marks)), None)
         if part == "text_encoder" and any(".linear_attn." in name for name in tensors):
             continue
@@ -210,4 +210,4 @@ def other_model(tensors: Iterable[str]) -> str:
         ending = re.compile(rf"(^|.*[._]){pattern}$")
         if any(ending.match(name) for name in names):
             return what
-    return f"no model that is known here (its first tensor is {names[0]})" if names else "no tensors"
+    return f"no model that is known here (its first tensor is {names[0]!r})" if names else "no tensors"

@@ -107,7 +107,7 @@ class Part:
         missing = parameters.keys() - self.pieces.keys()
         if missing:
             found.append(f"{self.source} lacks {len(missing)} of {len(parameters)} tensors, the first is {min(missing)}: download it again")
-        return found
+        return [" ".join(sentence.split()) for sentence in found]  # names may hold anything
 
     def weights(self, module: nn.Module) -> Iterator[Weight]:
         """Every parameter of `module`, read one by one. Raises Qwen21Error that names the tensor if one is missing, unknown, or of another shape."""

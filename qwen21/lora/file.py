@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ..files import open_safetensors
 from ..errors import Qwen21Error, UsageError
+from ..files import open_safetensors
 from .places import Change, Lora, Place, find
 from .updates import Additive, Decomposed, Difference, Hadamard, Kronecker, LowRank, Replacement, Rotation, Update
 

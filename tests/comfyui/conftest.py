@@ -6,6 +6,7 @@ import pytest
 from comfyui.install import ABSENT, Install, find_install, write_base
 from comfyui.server import Server
 from comfyui.worker import Worker
+from formats.files import write_singles
 
 from qwen21.random_model import make_random
 
@@ -22,7 +23,9 @@ def comfyui() -> Install:
 @pytest.fixture(scope="session")
 def base(comfyui, tmp_path_factory) -> Path:
     """The base directory of server and worker."""
-    return write_base(tmp_path_factory.mktemp("comfyui") / "base", make_random)
+    base = write_base(tmp_path_factory.mktemp("comfyui") / "base", make_random)
+    write_singles(base / "models")
+    return base
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ SMALL = {"steps": 2, "width": 64, "height": 64, "resolution": 64}
 def painting(prompt: str = "a red star", steps: int = 2, seed: int = 1, **sampler) -> dict:
     """Text to a picture of 64 x 96, saved as RGBA."""
     return {
-        "load": {"class_type": "Qwen21Loader", "inputs": {"checkpoint": CHECKPOINT, "text_encoder": "same folder", "vae": "same folder", "weight_dtype": "default"}},
+        "load": {"class_type": "Qwen21Loader", "inputs": {"checkpoint": CHECKPOINT, "text_encoder": "auto", "vae": "auto", "weight_dtype": "default"}},
         "encode": {
             "class_type": "Qwen21Encode",
             "inputs": {"clip": ["load", 1], "prompt": prompt, "negative_prompt": "", "size_policy": "auto", "resolution": 64},
@@ -51,7 +51,7 @@ def made_small(file: Path, image: str) -> dict:
         inputs = node["inputs"]
         inputs |= {name: value for name, value in SMALL.items() if isinstance(inputs.get(name), int)}
         if node["class_type"] == "Qwen21Loader":
-            inputs |= {"checkpoint": CHECKPOINT, "text_encoder": "same folder", "vae": "same folder"}
+            inputs |= {"checkpoint": CHECKPOINT, "text_encoder": "auto", "vae": "auto"}
         if node["class_type"] in ("LoadImage", "LoadImageMask"):
             inputs["image"] = image
     return graph

@@ -4,6 +4,7 @@ Its heads and its vision tower have the published sizes, so that shapes alone sa
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from qwen21.transformer import QwenImage21Transformer
 
 Tensors = dict[str, torch.Tensor]
 WIDTH = 256
+PUBLISHED_WORDS = 151936
 TRANSFORMER = TransformerConfig(num_layers=2, num_attention_heads=2, context_in_dim=WIDTH)
 FILES = {
     "transformer": "transformer/diffusion_pytorch_model.safetensors",
@@ -30,15 +32,15 @@ FILES = {
 }
 
 
-def make_small(folder: Path, seed: int = 0) -> Path:
-    """A checkpoint folder in the diffusers layout, float32, whose VAE has the published statistics."""
+def make_small(folder: Path, seed: int = 0, words: int | None = None) -> Path:
+    """A checkpoint folder in the diffusers layout, float32, whose VAE has the published statistics. `words` is the size of the vocabulary."""
     make_random(folder, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = QwenImage21Transformer(TRANSFORMER)
         _fill(model)
         save_file(model.state_dict(), folder / FILES["transformer"])
-        config = _encoder_config(json.loads((folder / "text_encoder/config.json").read_text())["text_config"]["vocab_size"])
+        config = _encoder_config(words or json.loads((folder / "text_encoder/config.json").read_text())["text_config"]["vocab_size"])
         encoder = Qwen3VLModel(config)
         _fill(encoder)
         save_file({f"model.{name}": value for name, value in encoder.state_dict().items()}, folder / FILES["text_encoder"])
@@ -68,6 +70,19 @@ def _fill(model: nn.Module) -> None:
 
 def _write(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value))
+
+
+def write_singles(models: Path) -> None:
+    """Into ComfyUI's model folders: `small.safetensors` of each part, bfloat16, as its users have them, for the published vocabulary."""
+    folder = make_small(models / "made", words=PUBLISHED_WORDS)
+    for part, root, make in (
+        ("transformer", "diffusion_models", fused),
+        ("text_encoder", "text_encoders", comfy_encoder),
+        ("vae", "vae", lambda tensors: wan(conv3d(tensors))),
+    ):
+        (models / root).mkdir(exist_ok=True)
+        save_file({name: value.bfloat16().contiguous() for name, value in make(load(folder, part)).items()}, models / root / "small.safetensors")
+    shutil.rmtree(folder)
 
 
 def load(folder: Path, part: str) -> Tensors:
