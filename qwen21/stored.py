@@ -25,7 +25,7 @@ def matrix(weight: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: torch
     """
     if is_packed(kind):
         return dequantize(weight, kind, shape, dtype)
-    return weight.to(dtype) if scale is None else (weight.float() * scale).to(dtype)
+    return weight.to(dtype) if scale is None else weight.to(torch.float32, copy=True).mul_(scale).to(dtype)
 
 
 class StoredLinear(nn.Module):

@@ -1,5 +1,6 @@
 """Fixtures for every test: small random checkpoints, their parts, and pictures to put in."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,27 @@ def vae(checkpoint):
 @pytest.fixture(scope="session")
 def text_encoder(checkpoint):
     return checkpoint.text_encoder(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    """A small checkpoint folder whose heads have the published sizes, so that single files of it need no config."""
+    from formats.files import make_small
+
+    return make_small(tmp_path_factory.mktemp("formats") / "small")
+
+
+@pytest.fixture
+def singles(small, tmp_path) -> dict[str, Path]:
+    """Part -> a single file of `small`, the tokenizer beside the text encoder's."""
+    from formats.files import FILES
+
+    files = {part: tmp_path / "models" / part / f"{part}.safetensors" for part in FILES}
+    for part, path in files.items():
+        path.parent.mkdir(parents=True)
+        shutil.copy(small / FILES[part], path)
+    shutil.copy(small / "processor/tokenizer.json", files["text_encoder"].parent)
+    return files
 
 
 @pytest.fixture(scope="session")
