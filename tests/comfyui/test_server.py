@@ -84,7 +84,16 @@ def test_loader_offers_our_checkpoints_only(comfy_server, information):
     other.mkdir(exist_ok=True)
     (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     options = comfy_server.get("/object_info/Qwen21Loader")["Qwen21Loader"]["input"]["required"]["checkpoint"][1]["options"]
-    assert options == ["tiny", "random", "turbo"]
+    assert options == ["tiny", "random", "turbo", "small.safetensors"]
+
+
+def test_a_single_file_finds_its_text_encoder_and_vae(comfy_server):
+    """And says on the node which it took."""
+    graph = painting()
+    graph["load"]["inputs"]["checkpoint"] = "small.safetensors"
+    finished = comfy_server.run(graph)
+    assert finished.error is None and saved(comfy_server, finished)[0].size == (64, 96)
+    assert "took small.safetensors as text encoder and small.safetensors as vae" in comfy_server.log.read_text()
 
 
 def test_run_reports_progress_previews_and_saves_rgba(comfy_server):
