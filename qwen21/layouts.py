@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from .errors import Qwen21Error
 from .files import Stored
 
-PARTS = ("text_encoder", "transformer", "vae")
-# What ComfyUI stores beside the weight of a quantised layer, and how older files of scaled 8-bit floats call it.
-QUANTIZATION = ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "weight_s_rel", "weight_s_channel", "weight_codebook")
-OLDER = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
+OLDER = {"scale_weight": "weight_scale", "scale_input": "input_scale"}  # what older files of scaled 8-bit floats call the scales beside a weight
 OLDER_MARK = "scaled_fp8"  # a tensor that only says that there are such scales
 
 # Names that only this model's part has; the number of dimensions tells a weight from a LoRA's.
@@ -90,12 +87,6 @@ def _quantization_name(name: str) -> str:
     return f"{layer}.{OLDER[kind]}" if kind in OLDER else name
 
 
-def split_quantization(name: str) -> tuple[str, str] | None:
-    """(layer, what) if `name` is what ComfyUI stores beside a layer's weight, else None."""
-    layer, _, kind = name.rpartition(".")
-    return (layer, kind) if kind in QUANTIZATION else None
-
-
 # --- denoiser
 
 
@@ -130,7 +121,7 @@ def _encoder_pieces(name: str, stored: Stored, layout: Layout, tensors: Mapping[
         return [(name.removeprefix(layout.prefix), Piece(stored))]
     root = layout.prefix.removesuffix("model.")
     target = name.removeprefix(root)
-    if not name.startswith(root) or target in ("lm_head.weight", OLDER_MARK):
+    if not name.startswith(root) or target == OLDER_MARK or target.startswith(("lm_head.", "model.lm_head.")):
         return []
     target = re.sub(r"^(model\.)?(language_model\.)?(model\.)?", "language_model.", target)
     return [] if target == "language_model.norm.weight" else [(target, Piece(stored))]

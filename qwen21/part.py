@@ -12,7 +12,7 @@ from torch import nn
 from .config import read_json
 from .errors import Qwen21Error
 from .files import Read, TensorFiles, json_of, open_tensors
-from .layouts import OLDER_MARK, Layout, Piece, find_layout, layout_of, pieces_of, split_quantization
+from .layouts import OLDER_MARK, Layout, Piece, find_layout, layout_of, pieces_of
 from .stored import FLOAT8, PLAIN, StoredLinear, is_packed, matrix
 
 LONGEST_NOTE = 4096  # bytes of JSON about one quantised layer
@@ -85,17 +85,14 @@ class Part:
         for target, piece in self.pieces.items():
             path, name = piece.stored.path, piece.stored.name
             layer, _, kind = target.rpartition(".")
-            beside = split_quantization(target)
-            if beside and beside[0] in self.quantization:
-                continue
+            if layer in self.quantization and f"{layer}.weight" in parameters and kind != "bias":
+                continue  # its weight has the packing's shape, and beside it lies whatever that needs
             if target not in parameters:
                 found.append(
                     f"{path} holds the tensor {name}, which a {type(module).__name__} of its size has not: it is another model's, take the file from a "
                     "Qwen-Image 2.1 checkpoint"
                 )
                 continue
-            if kind == "weight" and layer in self.quantization:
-                continue  # its shape is the packing's
             expected = tuple(parameters[target].shape)
             if piece.shape != expected and not (self.name == "vae" and _without_ones(piece.shape) == _without_ones(expected)):
                 asks = "the config asks for" if self.config else "its other tensors ask for"
@@ -114,19 +111,26 @@ class Part:
         misfits = self.misfits(module)
         if misfits:
             raise Qwen21Error(misfits[0])
-        parameters = dict(module.named_parameters())
         with self.files.reading() as read:
-            for name, parameter in parameters.items():
-                piece, layer = self.pieces[name], name.removesuffix(".weight")
-                tensor, quantization = _rows(read(piece.stored), piece), None
-                beside = {}
-                if name.endswith(".weight"):
-                    quantization = self.quantization.get(layer)
-                    names = {kind: f"{layer}.{kind}" for kind in ("weight_scale", *_SCALES)}
-                    beside = {kind: _rows(read(self.pieces[one].stored), self.pieces[one]) for kind, one in names.items() if one in self.pieces}
-                if quantization is None and not is_packed(piece.stored.dtype):
+            for name, parameter in list(module.named_parameters()):
+                piece, (layer, _, kind) = self.pieces[name], name.rpartition(".")
+                tensor, quantization, beside = _rows(read(piece.stored), piece), None, {}
+                if kind == "weight" and layer in self.quantization:
+                    quantization = self.quantization[layer]
+                    beside = {kind: _rows(read(one.stored), one) for kind, one in self._beside[layer].items()}
+                elif not is_packed(piece.stored.dtype):
                     tensor = tensor.reshape(parameter.shape)
                 yield Weight(name, tensor, piece.stored.dtype, tuple(parameter.shape), quantization, beside)
+
+    @cached_property
+    def _beside(self) -> dict[str, dict[str, Piece]]:
+        """Quantised layer -> what is stored beside its weight, by its name: scales and the like, but not the note that says what they are."""
+        layers: dict[str, dict[str, Piece]] = {layer: {} for layer in self.quantization}
+        for target, piece in self.pieces.items():
+            layer, _, kind = target.rpartition(".")
+            if layer in layers and kind not in ("weight", "bias", "comfy_quant"):
+                layers[layer][kind] = piece
+        return layers
 
     def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Give `module`, built under `meta_parameters`, its weights on `device`: plain ones in `dtype`, 8-bit floats and GGUF blocks as they are,
@@ -147,9 +151,6 @@ class Part:
             else:
                 setattr(layer, leaf, nn.Parameter(matrix(tensor, weight.kind, weight.shape, dtype, scale), requires_grad=False))
         return module.to(device).eval()  # .to: buffers; the parameters are there
-
-
-_SCALES = ("weight_scale_2", "input_scale", "pre_quant_scale", "weight_s_rel", "weight_s_channel", "weight_codebook")
 
 
 def open_part(name: str, source: Path) -> Part:

@@ -114,7 +114,7 @@ def fused(tensors: Tensors) -> Tensors:
 def comfy_encoder(tensors: Tensors) -> Tensors:
     """`model.layers.*` and `visual.*`, with the head and the final norm that are never used."""
     made = {name.removeprefix("model.").replace("language_model.", "model."): value for name, value in tensors.items()}
-    return made | {"lm_head.weight": torch.zeros(4, WIDTH)}
+    return made | {"lm_head.weight": torch.zeros(4, WIDTH), "lm_head.weight_scale": torch.ones(())}
 
 
 # --- layouts of the VAE

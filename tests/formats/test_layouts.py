@@ -315,6 +315,12 @@ def test_integers_that_nothing_explains_are_refused(small, save):
         checkpoint.transformer(CPU, torch.float32)
 
 
+def test_a_quantised_layer_that_the_model_has_not_is_refused(small, save):
+    tensors = load(small, "transformer") | {"surplus.weight": torch.zeros(2, 2)} | files.comfy_note("surplus", torch.ones(()))
+    with pytest.raises(Qwen21Error, match="holds the tensor surplus"):
+        Checkpoint(small, transformer=save(tensors)).transformer(CPU, torch.float32)
+
+
 @pytest.mark.parametrize("note", [b"{", b"[1]", b'{"format": 3}', b"\xff" * 9, b" " * 5000])
 def test_a_broken_note_about_quantisation_is_named(small, save, note):
     tensors = load(small, "transformer")
