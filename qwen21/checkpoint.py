@@ -122,15 +122,15 @@ class Checkpoint:
 
     def _check_fit(self) -> None:
         width, wanted = self.encoder_config().text_config.hidden_size, self.transformer_config.context_in_dim
-        encoder = self.parts["text_encoder"]
+        encoder, denoiser = self.parts["text_encoder"], self.parts["transformer"].source
         if width != wanted:
             source = encoder.config_path if encoder.config is not None else encoder.source
             raise Qwen21Error(
-                f"{source}: `hidden_size` is {width}, the denoiser expects a text encoder of width {wanted}: the two come from different checkpoints"
+                f"{source}: `hidden_size` is {width}, the denoiser in {denoiser} expects a text encoder of width {wanted}: the two come from different checkpoints"
             )
         if self.vae_config.z_dim != self.transformer_config.in_channels:
             raise Qwen21Error(
-                f"{self.parts['vae'].source}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser takes "
+                f"{self.parts['vae'].source}: the VAE has {self.vae_config.z_dim} latent channels, the denoiser in {denoiser} takes "
                 f"{self.transformer_config.in_channels}: the two come from different checkpoints"
             )
 

@@ -20,7 +20,7 @@ from qwen21.describe import describe, table
 from qwen21.errors import Qwen21Error
 
 CPU = torch.device("cpu")
-PATIENCE, MEMORY = 5, 300e6  # seconds and bytes that no file of a few MB may take
+PATIENCE, MEMORY = 30, 300e6  # seconds and bytes that no file of a few MB may take
 
 
 def opened(small: Path, part: str, path: Path) -> str | None:
