@@ -86,9 +86,7 @@ def check_a_clip_of_comfyuis_own_loader():
         asked.append([tuple(image.shape[1:3]) for image in images])
         return loaded()[1].tokenize(prompt, images=[core("nodes.bridge_clip").to_pictures(image)[0] for image in images])
 
-    clip = SimpleNamespace(
-        cond_stage_model=QwenImage21TEModel(), tokenize=tokenize, encode_from_tokens_scheduled=loaded()[1].encode_from_tokens_scheduled
-    )
+    clip = SimpleNamespace(cond_stage_model=QwenImage21TEModel(), tokenize=tokenize, encode_from_tokens_scheduled=loaded()[1].encode_from_tokens_scheduled)
     image = {"image_1": picture(96, 64)}
     for found, expected in zip(encode("a red star", "blurry", image, clip=clip, resolution=64), encode("a red star", "blurry", image, resolution=64)):
         close(found[0][0], expected[0][0])
