@@ -61,9 +61,11 @@ def applied(transformer):
 
     def run(path, strength: float = 1.0, model: nn.Module = transformer) -> torch.Tensor:
         plain, before = velocity(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        parameters = dict(model.named_parameters())
         with attach(model, [(fitted(path, model), strength)]):
             found = velocity(model)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
         assert torch.equal(velocity(model), plain)
         assert (found - plain).norm() > 1e-3 * plain.norm() or strength == 0
         return found
