@@ -53,6 +53,8 @@ class LoraFile:
         path = Path(path)
         if not path.is_file():
             raise Qwen21Error(f"the LoRA {path} is not a file: give a .safetensors file")
+        if path.suffix.lower() not in (".safetensors", ".sft"):
+            raise Qwen21Error(f"the LoRA {path} is not safetensors, the only format read here: pickled files can run programs, convert it first")
         layers: dict[str, dict[str, torch.Tensor]] = {}
         unknown = []
         with open_safetensors(path) as file:
