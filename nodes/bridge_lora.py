@@ -60,8 +60,10 @@ class RunTime:
 
     def begin(self, denoiser: nn.Module) -> None:
         self.attached.close()
-        for name, changes in self.changes.items():
-            self.attached.enter_context(attach_layer(denoiser.get_submodule(name), changes))
+        with ExitStack() as stack:  # all of them, or none
+            for name, changes in self.changes.items():
+                stack.enter_context(attach_layer(denoiser.get_submodule(name), changes))
+            self.attached = stack.pop_all()
 
     def end(self) -> None:
         self.attached.close()
