@@ -213,8 +213,9 @@ def _weights(patcher) -> Hashable | None:
     if patcher.hook_patches:
         return None
     replaced = tuple(sorted((name, id(value)) for name, value in patcher.object_patches.items() if name.startswith("diffusion_model.")))
+    injected = tuple(one for some in patcher.injections.values() for one in some)  # ComfyUI's LoRA loader in bypass mode; patches_uuid does not know it
     override = patcher.model_options["transformer_options"].get("optimized_attention_override")
-    return patcher.patches_uuid, replaced, override
+    return patcher.patches_uuid, replaced, injected, override
 
 
 def load_model(folder: str, vae_folder: str, dtype: torch.dtype | None = None, disable_dynamic: bool = False):

@@ -35,6 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument(
         "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where they are kept; auto (default): host memory when the GPU is full"
     )
+    runs.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="FILE[:STRENGTH]",
+        help="LoRA of any trainer; strength 1 unless given, negative too; give the option again for each. In batch: for jobs that have no lora of their own",
+    )
     runs.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     generate = commands.add_parser(
@@ -61,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[runs],
         help="run many jobs in one process",
         description="Run the jobs of a file: one JSON object a line, with prompt and output and, if wanted, images (a list of files), negative, seed, batch, "
-        "cfg, steps, width, height, resolution and schedule, as in generate. What jobs share is computed once; pictures that are there already are skipped.",
+        "cfg, steps, width, height, resolution, schedule and lora (a list), as in generate. What jobs share is computed once; pictures that are there already are skipped.",
     )
     batch.add_argument("jobs", metavar="JOBS.jsonl", help="file with one job a line")
     batch.add_argument("--json", action="store_true", help="print a line of JSON a job, and one for all")

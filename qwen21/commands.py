@@ -14,13 +14,14 @@ from tqdm import tqdm
 from .checkpoint import Checkpoint
 from .errors import Qwen21Error
 from .jobs import Job, write_png
+from .lora import parse
 from .pipeline import Pipeline, Report, notes
 from .random_model import make_random as make_random_checkpoint
 
 
 def generate(options: Namespace) -> None:
     """Check everything that can be checked, load, paint, and write each picture as soon as it is there."""
-    names = ("prompt", "output", "negative", "seed", "batch", "cfg", "steps", "width", "height", "resolution", "schedule")
+    names = ("prompt", "output", "negative", "seed", "batch", "cfg", "steps", "width", "height", "resolution", "schedule", "lora")
     job = Job(images=options.image, **{name: getattr(options, name) for name in names})
     outputs, request = job.outputs(), job.request()
     device = _device(options.device)
@@ -38,6 +39,8 @@ def batch(options: Namespace) -> None:
         lines = Path(options.jobs).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise Qwen21Error(f"the file {options.jobs} cannot be read ({error}): give a text file with a job in JSON on every line") from None
+    for lora in options.lora:
+        parse(lora)  # one that is missing is missing for every job
     device = _device(options.device)
     pipeline = _pipeline(options, Checkpoint(options.model), device, keep=True)
     counts = {"painted": 0, "skipped": 0, "failed": 0}
@@ -45,7 +48,7 @@ def batch(options: Namespace) -> None:
     for number, line in tqdm(jobs, desc="jobs", unit="job", file=sys.stderr):
         summary: dict = {"line": number}
         try:
-            job = Job.from_json(line)
+            job = Job.from_json(line, lora=options.lora)
             outputs = {seed: path for seed, path in job.outputs().items() if not job.is_finished(seed, path, _run(pipeline))}
             if outputs:
                 summary |= _paint(job, outputs, job.request(), pipeline)

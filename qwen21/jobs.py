@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from .errors import Qwen21Error, UsageError
+from .lora import digest, parse
 from .pictures import open_rgba
 from .pipeline import Report, Request
 
@@ -37,10 +38,11 @@ class Job:
     height: int | None = None
     resolution: int | None = None
     schedule: str = "auto"
+    lora: list[str] = field(default_factory=list)  # FILE or FILE:STRENGTH
 
     @classmethod
-    def from_json(cls, line: str) -> "Job":
-        """A job from a line of JSON. Raises UsageError that names what is wrong."""
+    def from_json(cls, line: str, **defaults: Any) -> "Job":
+        """A job from a line of JSON, over `defaults`. Raises UsageError that names what is wrong."""
         try:
             values = json.loads(line)
         except ValueError as error:
@@ -56,7 +58,7 @@ class Job:
         for name in ("prompt", "output"):
             if name not in values:
                 raise UsageError(f"`{name}` is missing: every job needs prompt and output")
-        return cls(**values)
+        return cls(**(defaults | values))
 
     def request(self) -> Request:
         """What the pipeline is asked for; opens the pictures."""
@@ -70,6 +72,7 @@ class Job:
             height=self.height,
             resolution=self.resolution,
             schedule=self.schedule,
+            loras=[parse(one) for one in self.lora],
         )
 
     def outputs(self) -> dict[int, Path]:
@@ -90,12 +93,13 @@ class Job:
         return outputs
 
     def settings(self, seed: int, run: dict[str, str]) -> dict[str, Any]:
-        """What a PNG says about how it was made: the job, its pictures by file name and SHA-256, and `run` (model and dtype)."""
+        """What a PNG says about how it was made: the job, its pictures and LoRAs by file name and SHA-256, and `run` (model and dtype)."""
         images = {
             "images": [Path(path).name for path in self.images],
             "images_sha256": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.images],
         }
-        values = asdict(self) | {"seed": seed} | images | run
+        loras = [(Path(path).name, digest(path), strength) for path, strength in map(parse, self.lora)]
+        values = asdict(self) | {"seed": seed} | images | {"lora": [list(one) for one in loras]} | run
         return {name: value for name, value in values.items() if name not in ("output", "batch")}
 
     def is_finished(self, seed: int, path: Path, run: dict[str, str]) -> bool:

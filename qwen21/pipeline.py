@@ -11,6 +11,7 @@ from PIL import Image
 
 from .checkpoint import Checkpoint
 from .errors import Qwen21Error, UsageError
+from .lora import Lora, LoraFile, attach, digest, places
 from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
 from .prefix import PRECISIONS, PrefixKV
 from .prefix_cache import CacheStatistics, PrefixCache, prefix_items
@@ -41,6 +42,7 @@ class Request:
     height: int | None = None
     resolution: int | None = None
     schedule: str = "auto"
+    loras: Sequence[tuple[str, float]] = ()  # files and strengths, applied in order
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("width", self.width), ("height", self.height), ("resolution", self.resolution)):
@@ -72,6 +74,7 @@ class Report:
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     prefix: dict[str, float] = field(default_factory=dict)
+    loras: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -137,6 +140,7 @@ class Pipeline:
         self.cache = PrefixCache(precision=kv_cache if kv_cache in PRECISIONS else "default", placement=kv_device, room=self._room)
         self._parts: dict[str, TextEncoder | QwenImage21VAE | QwenImage21Transformer] = {}
         self._latents: dict[bytes, torch.Tensor] = {}
+        self._loras: dict[str, Lora] = {}  # by digest
 
     @torch.inference_mode()
     def generate(
@@ -154,6 +158,7 @@ class Pipeline:
         report.steps = len(schedule) - 1
         resolution = request.resolution or checkpoint.index.native_resolution
         pictures = [resize(picture, *area_size(resolution, *picture.size)) for picture in request.pictures]
+        loras = self._read_loras(request, report)
 
         encodings = self._encode(request, pictures, report)
         references = self._encode_references(pictures, report)
@@ -166,7 +171,9 @@ class Pipeline:
         }
         with ExitStack() as held:
             held.callback(self._tidy)
-            velocity = self._velocity(transformer, encodings, references, request.cfg, report, held)
+            with self._stage("load", report):
+                held.enter_context(attach(transformer, [(self._loras[key], strength) for key, strength in loras]))
+            velocity = self._velocity(transformer, loras, encodings, references, request.cfg, report, held)
             for seed in seeds:
                 with self._stage("steps", report):
                     noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
@@ -184,6 +191,19 @@ class Pipeline:
             self.cache.tree.clear()
         if not self.keep:
             self._drop(*self._parts)
+
+    def _read_loras(self, request: Request, report: Report) -> list[tuple[str, float]]:
+        """Digest and strength of each LoRA of the request, of which `_loras` then holds the content. Strength 0 is none."""
+        wanted = {digest(path): path for path, _ in request.loras}
+        self._loras = {key: lora for key, lora in self._loras.items() if key in wanted}
+        with self._stage("load", report):
+            for key, path in wanted.items():
+                if key not in self._loras:
+                    with torch.device("meta"):
+                        model = QwenImage21Transformer(self.checkpoint.transformer_config)
+                    self._loras[key] = LoraFile.read(path).fit(places(model))
+        report.loras = [str(self._loras[digest(path)]) for path, _ in request.loras]
+        return [(digest(path), strength) for path, strength in request.loras if strength]
 
     def _encode(self, request: Request, pictures: Sequence[Image.Image], report: Report) -> list[Encoding]:
         encoder = self._part("text_encoder", report)
@@ -215,13 +235,14 @@ class Pipeline:
     def _velocity(
         self,
         transformer: QwenImage21Transformer,
+        loras: Sequence[tuple[str, float]],
         encodings: Sequence[Encoding],
         references: Sequence[tuple[bytes, torch.Tensor]],
         cfg: float,
         report: Report,
         held: ExitStack,
     ) -> Velocity:
-        """The guided velocity over the prefixes of `encodings`, which the cache holds until `held` is closed."""
+        """The guided velocity over the prefixes of `encodings`, which the cache holds until `held` is closed. `loras` (digest, strength) are attached."""
         latents = [one for _, one in references]
 
         def branch(encoding: Encoding) -> Velocity:
@@ -233,7 +254,7 @@ class Pipeline:
                 return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefill())
             items = prefix_items(encoding.keys, encoding.image_slots, [(*one.shape[2:], digest) for digest, one in references])
             with self._stage("prefill", report):
-                prefix = held.enter_context(self.cache.prefix(str(self.dtype), items, prefill))
+                prefix = held.enter_context(self.cache.prefix((str(self.dtype), *loras), items, prefill))
             return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefix)
 
         before = replace(self.cache.statistics)
