@@ -29,6 +29,7 @@ from ..qwen21.prefix_cache import PrefixCache
 from ..qwen21.schedule import mu
 from ..qwen21.transformer import Hooks, QwenImage21Transformer
 from ..qwen21.vae import denormalize, normalize
+from ..qwen21.workspace import SideStreamCopies
 from .bridge_hooks import PREFIX_OPTION, HostHooks, residuals_of
 from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
 from .common import LATENT_CHANNELS, LATENT_RATIO
@@ -85,7 +86,7 @@ class Denoiser(QwenImage21Transformer):
         out = torch.empty_like(x)
         for rows, prefix in groups:
             hooks = HostHooks(transformer_options, x[rows], residuals_of(control, rows), layers)
-            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention, hooks)
+            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention, hooks, self.run.workspace)
         return out
 
     def _prefix(self, *parts) -> RunPrefix:
@@ -195,10 +196,10 @@ class QwenImage21(comfy.model_base.QwenImage):
         return out
 
     def memory_required(self, input_shape, cond_shapes={}):
-        """Activations of target and references as ComfyUI estimates them, and the prefix's keys and values."""
+        """Activations of target and references as ComfyUI estimates them, and the prefix's keys and values with the scratch they are joined in."""
         config = self.diffusion_model.config
         tokens = sum(shape[1] for shape in cond_shapes.get("c_crossattn", [])) + sum(shape[2] for shape in cond_shapes.get("ref_latents", []))
-        kv_bytes = 2 * config.num_layers * config.dim * tokens * comfy.model_management.dtype_size(self.get_dtype_inference())
+        kv_bytes = 2 * (config.num_layers + SideStreamCopies.slots) * config.dim * tokens * comfy.model_management.dtype_size(self.get_dtype_inference())
         return super().memory_required(input_shape, cond_shapes) + kv_bytes
 
 

@@ -33,7 +33,7 @@ class StoredTensor:
 
     def slice(self, start: int, stop: int) -> "StoredTensor":
         """Tokens `start` to `stop`, in memory of their own."""
-        return StoredTensor(*(x if x is None else x[:, :, start:stop].clone() for x in (self.values, self.scale)))
+        return StoredTensor(*(x if x is None else _copied(x[:, :, start:stop], x.is_pinned()) for x in (self.values, self.scale)))
 
     def to(self, device: torch.device) -> "StoredTensor":
         """On `device`; in pinned memory if that is the host of a GPU, so that copies can overlap computing."""
@@ -46,9 +46,13 @@ class StoredTensor:
 
 
 def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu" and x.device.type == "cuda":
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
-    return x.to(device)
+    return _copied(x, pinned=True) if device.type == "cpu" and x.device.type == "cuda" else x.to(device)
+
+
+def _copied(x: torch.Tensor, pinned: bool) -> torch.Tensor:
+    """A contiguous copy, where `x` is or in pinned host memory."""
+    device = torch.device("cpu") if pinned else x.device
+    return torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=pinned).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,11 @@ class PrefixKV:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def join(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of `layer` with `k` and `v` (batch, heads, tokens, head_dim) behind them, on their device."""
-        stored = [part.layers[layer] for part in self.parts]
-        return _join([pair[0] for pair in stored], k), _join([pair[1] for pair in stored], v)
+    @property
+    def num_layers(self) -> int:
+        return len(self.parts[0].layers)
 
-
-def _join(stored: Sequence[StoredTensor], last: torch.Tensor) -> torch.Tensor:
-    if not stored:
-        return last
-    return torch.cat([*(x.load(last.device, last.dtype).expand(len(last), -1, -1, -1) for x in stored), last], dim=2)
+    @property
+    def heads_and_dim(self) -> tuple[int, int]:
+        _, heads, _, dim = self.parts[0].layers[0][0].values.shape
+        return heads, dim

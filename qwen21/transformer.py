@@ -20,6 +20,7 @@ from .errors import Qwen21Error
 from .prefix import KVPart, PrefixKV
 from .rope import apply_rotary, rotary_table
 from .sequence import Segment, positions, prefix_segments
+from .workspace import Workspace
 
 TIME_CHANNELS = 256
 TIME_PERIOD = 10000
@@ -222,10 +223,12 @@ class QwenImage21Transformer(nn.Module):
             layer = len(layers)
             q, k, v = hooks.attention(layer, q, k, v)
             layers.append((apply_rotary(k, rotary), v))
-            return prefix_attention(apply_rotary(q, rotary), *past.join(layer, *layers[layer]), segments, past_tokens, attention)
+            with reader.layer(layer, *layers[layer]) as (keys, values):
+                return prefix_attention(apply_rotary(q, rotary), keys, values, segments, past_tokens, attention)
 
-        for layer, block in enumerate(self.transformer_blocks[:-1]):
-            x = hooks.block(layer, lambda x, block=block: block(x, modulation, attend), x)
+        with Workspace().reading(past, x, x.shape[1]) as reader:
+            for layer, block in enumerate(self.transformer_blocks[:-1]):
+                x = hooks.block(layer, lambda x, block=block: block(x, modulation, attend), x)
         # Nothing reads what the last block would make of the prefix: it needs no queries.
         k, v = self.transformer_blocks[-1].keys_values(x, modulation)
         _, k, v = hooks.attention(len(layers), k, k, v)
@@ -239,11 +242,12 @@ class QwenImage21Transformer(nn.Module):
         prefix: PrefixKV,
         attention: Attention = full_attention,
         hooks: Hooks = Hooks(),
+        workspace: Workspace | None = None,
     ) -> torch.Tensor:
         """The flow-matching velocity of `target` (batch, 64, rows, columns), normalised latents in the dtype to compute in; same shape.
 
         `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`, through unmasked `attention`; `hooks` see
-        the target's tokens.
+        the target's tokens. Steps of a run share a `workspace`.
         """
         self._check_latents("the target", target)
         batch, _, rows, columns = target.shape
@@ -251,15 +255,19 @@ class QwenImage21Transformer(nn.Module):
         t = (1000 * torch.as_tensor(sigma, dtype=torch.float32, device=target.device)).to(target.dtype).expand(batch) / 1000
         time = self.time_text_embed(t)
         modulation = self._modulation(time)
-        rotary = self._rotary([Segment.picture(rows, columns)], prefix.position, target.device)
+        workspace = workspace or Workspace()
+        grid = Segment.picture(rows, columns)
+        rotary = workspace.once((grid, prefix.position, target.device), lambda: self._rotary([grid], prefix.position, target.device))
         x = hooks.embedded(self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels")))
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = hooks.attention(layer, q, k, v)
-            return attention(apply_rotary(q, rotary), *prefix.join(layer, apply_rotary(k, rotary), v))
+            with reader.layer(layer, apply_rotary(k, rotary), v) as (keys, values):
+                return attention(apply_rotary(q, rotary), keys, values)
 
-        for layer, block in enumerate(self.transformer_blocks):
-            x = hooks.block(layer, lambda x, block=block, layer=layer: block(x, modulation, partial(attend, layer)), x)
+        with workspace.reading(prefix, x, x.shape[1]) as reader:
+            for layer, block in enumerate(self.transformer_blocks):
+                x = hooks.block(layer, lambda x, block=block, layer=layer: block(x, modulation, partial(attend, layer)), x)
         velocity = self.proj_out(self.norm_out(x, time))
         return rearrange(velocity, "batch (rows columns) channels -> batch channels rows columns", rows=rows)
 

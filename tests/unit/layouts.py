@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from qwen21.workspace import Workspace
+
 Grid = tuple[int, int]
 
 
@@ -64,5 +66,10 @@ seeds = st.integers(0, 2**16)
 
 def joined(prefix) -> list[torch.Tensor]:
     """Keys and values of the whole prefix, layer by layer: (1, heads, tokens, head_dim)."""
-    empty = prefix.parts[0].layers[0][0].values[:, :, :0].to(prefix.parts[0].dtype)
-    return [tensor for layer in range(len(prefix.parts[0].layers)) for tensor in prefix.join(layer, empty, empty)]
+    empty = torch.empty(1, *prefix.heads_and_dim, 0).movedim(-1, 2).to(prefix.parts[0].dtype)
+    tensors = []
+    with Workspace().reading(prefix, empty, 0) as reader:
+        for layer in range(prefix.num_layers):
+            with reader.layer(layer, empty, empty) as pair:
+                tensors += [half.clone() for half in pair]
+    return tensors
