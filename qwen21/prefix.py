@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from . import kernels
+
 PRECISIONS = ("default", "fp8_v", "fp8_kv")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -39,10 +41,13 @@ class StoredTensor:
         """On `device`; in pinned memory if that is the host of a GPU, so that copies can overlap computing."""
         return StoredTensor(*(x if x is None else _moved(x, device) for x in (self.values, self.scale)))
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """As it was stored, on `device` and in `dtype`."""
-        values = self.values.to(device, non_blocking=True)
-        return values if self.scale is None else (values.float() * self.scale.to(device, non_blocking=True)).to(dtype)
+    def write(self, out: torch.Tensor) -> None:
+        """As it was stored, to each row of `out` (batch, heads, tokens, head_dim), which may lie on another device."""
+        values = self.values.to(out.device, non_blocking=True)
+        if self.scale is None:
+            out.copy_(values)
+        else:
+            kernels.widen(values, self.scale.to(out.device, non_blocking=True), out)
 
 
 def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -108,12 +113,3 @@ class PrefixKV:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.parts[0].layers)
-
-    @property
-    def heads_and_dim(self) -> tuple[int, int]:
-        _, heads, _, dim = self.parts[0].layers[0][0].values.shape
-        return heads, dim

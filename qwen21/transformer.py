@@ -6,19 +6,21 @@ values once, `denoise` runs the target's tokens against them, once a step. Param
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+from . import kernels
 from .attention import Attention, full_attention, prefix_attention
 from .config import TransformerConfig
 from .errors import Qwen21Error
 from .prefix import KVPart, PrefixKV
-from .rope import apply_rotary, rotary_table
+from .rope import rotary_table
 from .sequence import Segment, positions, prefix_segments
 from .workspace import Workspace
 
@@ -88,8 +90,17 @@ class TimeEmbedding(nn.Module):
         return self.timestep_embedder(torch.cat([angles.cos(), angles.sin()], dim=-1).to(t.dtype))
 
 
+class Attend(Protocol):
+    """What to do with a block's projections, each (batch, tokens, heads, head_dim): norm, rotate, attend.
+
+    Returns (batch, heads, tokens, head_dim).
+    """
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: "SelfAttention") -> torch.Tensor: ...
+
+
 class SelfAttention(nn.Module):
-    """Projections and per-head norms around whatever `attend` does; it owns neither positions nor keys of other tokens."""
+    """Projections around whatever `attend` does; it owns neither positions nor keys of other tokens."""
 
     def __init__(self, config: TransformerConfig, operations, **factory):
         super().__init__()
@@ -99,15 +110,15 @@ class SelfAttention(nn.Module):
         self.norm_q, self.norm_k = (operations.RMSNorm(config.attention_head_dim, eps=config.eps, **factory) for _ in range(2))
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        return rearrange(x, "batch tokens (heads dim) -> batch heads tokens dim", heads=self.heads)
+        return rearrange(x, "batch tokens (heads dim) -> batch tokens heads dim", heads=self.heads)
 
     def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (normed, not yet rotated) and V of `x` (batch, tokens, dim), each (batch, heads, tokens, head_dim)."""
-        return self.norm_k(self._split(self.to_k(x))), self._split(self.to_v(x))
+        """K (neither normed nor rotated) and V of `x` (batch, tokens, dim), each (batch, tokens, heads, head_dim)."""
+        return self._split(self.to_k(x)), self._split(self.to_v(x))
 
-    def forward(self, x: torch.Tensor, attend: Attention) -> torch.Tensor:
-        """`x` and the result (batch, tokens, dim). `attend` rotates the queries and keys it is given, and attends."""
-        out = attend(self.norm_q(self._split(self.to_q(x))), *self.keys_values(x))
+    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """`x` and the result (batch, tokens, dim)."""
+        out = attend(self._split(self.to_q(x)), *self.keys_values(x), self)
         return self.to_out[0](rearrange(out, "batch heads tokens dim -> batch tokens (heads dim)"))
 
 
@@ -121,7 +132,7 @@ class SwiGLU(nn.Module):
         self.out = operations.Linear(hidden, config.dim, bias=False, **factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(F.silu(self.gate_layer(x)) * self.proj(x))
+        return self.out(kernels.swiglu(self.gate_layer(x), self.proj(x)))
 
 
 class Block(nn.Module):
@@ -135,12 +146,13 @@ class Block(nn.Module):
 
     def keys_values(self, x: torch.Tensor, modulation: Modulation) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` would hand to its `attend` as keys and values, without the rest of the block."""
-        return self.attn.keys_values(self.img_norm1(x) * modulation.scale1)
+        return self.attn.keys_values(kernels.norm_scale(x, self.img_norm1, modulation.scale1))
 
-    def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
-        x = x + modulation.gate1 * self.attn(self.img_norm1(x) * modulation.scale1, attend)
-        x = x + modulation.gate2 * self.img_mlp(self.img_norm2(x) * modulation.scale2)
+        branch = self.attn(kernels.norm_scale(x, self.img_norm1, modulation.scale1), attend)
+        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2)
+        x = kernels.residual(x, self.img_mlp(normed), modulation.gate2)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
 
 
@@ -150,6 +162,11 @@ class Hooks:
     def embedded(self, x: torch.Tensor) -> torch.Tensor:
         """The embedded tokens (batch, tokens, dim) before the first block."""
         return x
+
+    @property
+    def sees_attention(self) -> bool:
+        """Whether `attention` does anything. If not it is not called, and norm and rotation are one kernel."""
+        return type(self).attention is not Hooks.attention
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values (batch, heads, tokens, head_dim) of these tokens, normed, before rotation."""
@@ -169,7 +186,32 @@ class FinalNorm(nn.Module):
         self.norm = operations.LayerNorm(config.dim, eps=config.eps, elementwise_affine=False, **factory)
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) * (1 + self.linear(F.silu(time)))[:, None]
+        return kernels.norm_scale(x, self.norm, (1 + self.linear(F.silu(time)))[:, None])
+
+
+def _place(
+    hooks: Hooks,
+    layer: int,
+    attn: SelfAttention,
+    rotary: torch.Tensor,
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor | None:
+    """Queries, keys and values (batch, tokens, heads, head_dim) through norm, hooks and rotation, to (batch, heads, tokens, head_dim): the
+    queries are returned, keys and values written to `keys` and `values`."""
+    norm_q, norm_k = attn.norm_q, attn.norm_k
+    if hooks.sees_attention:
+        k, v = kernels.place(k, norm_k, None), kernels.place(v, None, None)
+        hooked = hooks.attention(layer, k if q is None else kernels.place(q, norm_q, None), k, v)
+        hooked_q, k, v = (x.transpose(1, 2) for x in hooked)
+        q = None if q is None else hooked_q
+        norm_q = norm_k = None
+    kernels.place(k, norm_k, rotary, keys)
+    kernels.place(v, None, None, values)
+    return None if q is None else kernels.place(q, norm_q, rotary)
 
 
 class QwenImage21Transformer(nn.Module):
@@ -217,23 +259,29 @@ class QwenImage21Transformer(nn.Module):
         modulation = self._modulation(self.time_text_embed(x.new_zeros(1)))
         rotary = self._rotary(segments, past.position, x.device)
         past_tokens = past.tokens
+        own_shape = (1, self.config.num_attention_heads, x.shape[1], self.config.attention_head_dim)
         layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            layer = len(layers)
-            q, k, v = hooks.attention(layer, q, k, v)
-            layers.append((apply_rotary(k, rotary), v))
-            with reader.layer(layer, *layers[layer]) as (keys, values):
-                return prefix_attention(apply_rotary(q, rotary), keys, values, segments, past_tokens, attention)
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: SelfAttention) -> torch.Tensor:
+            layer, own = len(layers), (k.new_empty(own_shape), v.new_empty(own_shape))
+            layers.append(own)
+            q = _place(hooks, layer, attn, rotary, q, k, v, *own)
+            if reader is None:
+                return prefix_attention(q, *own, segments, 0, attention)
+            with reader.layer(layer) as room:
+                room.own_keys.copy_(own[0])
+                room.own_values.copy_(own[1])
+                return prefix_attention(q, room.keys, room.values, segments, past_tokens, attention)
 
-        with Workspace().reading(past, x, x.shape[1]) as reader:
+        with Workspace().reading(past, own_shape, x) if past.parts else nullcontext() as reader:
             for layer, block in enumerate(self.transformer_blocks[:-1]):
                 x = hooks.block(layer, lambda x, block=block: block(x, modulation, attend), x)
         # Nothing reads what the last block would make of the prefix: it needs no queries.
-        k, v = self.transformer_blocks[-1].keys_values(x, modulation)
-        _, k, v = hooks.attention(len(layers), k, k, v)
-        layers.append((apply_rotary(k, rotary), v))
-        return PrefixKV((*past.parts, KVPart.of(layers)), past.position + sum(segment.advance for segment in segments))
+        last = self.transformer_blocks[-1]
+        k, v = last.keys_values(x, modulation)
+        own = k.new_empty(own_shape), v.new_empty(own_shape)
+        _place(hooks, len(layers), last.attn, rotary, None, k, v, *own)
+        return PrefixKV((*past.parts, KVPart.of([*layers, own])), past.position + sum(segment.advance for segment in segments))
 
     def denoise(
         self,
@@ -260,12 +308,13 @@ class QwenImage21Transformer(nn.Module):
         rotary = workspace.once((grid, prefix.position, target.device), lambda: self._rotary([grid], prefix.position, target.device))
         x = hooks.embedded(self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels")))
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = hooks.attention(layer, q, k, v)
-            with reader.layer(layer, apply_rotary(k, rotary), v) as (keys, values):
-                return attention(apply_rotary(q, rotary), keys, values)
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: SelfAttention) -> torch.Tensor:
+            with reader.layer(layer) as room:
+                q = _place(hooks, layer, attn, rotary, q, k, v, room.own_keys, room.own_values)
+                return attention(q, room.keys, room.values)
 
-        with workspace.reading(prefix, x, x.shape[1]) as reader:
+        own_shape = (batch, self.config.num_attention_heads, x.shape[1], self.config.attention_head_dim)
+        with workspace.reading(prefix, own_shape, x) as reader:
             for layer, block in enumerate(self.transformer_blocks):
                 x = hooks.block(layer, lambda x, block=block, layer=layer: block(x, modulation, partial(attend, layer)), x)
         velocity = self.proj_out(self.norm_out(x, time))

@@ -14,9 +14,10 @@ record_stream, which would hold it back as far as the host runs ahead.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -105,59 +106,64 @@ class Workspace:
         return self._tables[key]
 
     @contextmanager
-    def reading(self, prefix: PrefixKV, like: torch.Tensor, tokens: int) -> Iterator["PrefixReader"]:
-        """A pass over the layers of `prefix` for `tokens` of its own that follow it in each row of `like` (batch, ...), which gives device and dtype."""
-        if not prefix.parts:
-            yield PrefixReader(prefix, [], InlineCopies())
-            return
+    def reading(self, prefix: PrefixKV, own: Sequence[int], like: torch.Tensor) -> Iterator["PrefixReader"]:
+        """A pass over the layers of `prefix` with keys and values of shape `own` (batch, heads, tokens, head_dim) behind it; `like` gives device and dtype."""
         if self._memory is None or (self._memory.device, self._memory.dtype) != (like.device, like.dtype):
             self._copies, self._memory = self._make_copies(like.device), None
         self._copies.begin()
-        heads, dim = prefix.heads_and_dim
-        shape = (2, like.shape[0], heads, prefix.tokens + tokens, dim)  # K and V
-        elements = math.prod(shape)
+        batch, heads, tokens, dim = own
+        shape = (2, batch, heads, prefix.tokens + tokens, dim)  # K and V
+        slots, elements = self._copies.slots, math.prod(shape)
         if self._memory is None or self._memory.shape[1] < elements:
             self._memory = None  # let go of the smaller first
-            self._memory = like.new_empty(self._copies.slots, elements)
+            self._memory = like.new_empty(slots, elements)
             self._copies.wait_for_computing()  # which may still use what the allocator gave
-        rooms = [memory[:elements].view(shape) for memory in self._memory]
+        rooms = [self._memory[slot, :elements].view(shape) for slot in range(slots)]
         try:
             yield PrefixReader(prefix, rooms, self._copies)
         finally:
             self._copies.end()
 
 
+class Room(NamedTuple):
+    """Keys and values of one layer, (batch, heads, tokens, head_dim): all of them, and those behind the prefix, which are to be written."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    own_keys: torch.Tensor
+    own_values: torch.Tensor
+
+
 class PrefixReader:
     """Hands out a prefix layer by layer, mostly in order; a layer may be left out or asked for again."""
 
-    def __init__(self, prefix: PrefixKV, rooms: list[torch.Tensor], copies: InlineCopies):
+    def __init__(self, prefix: PrefixKV, rooms: Sequence[torch.Tensor], copies: InlineCopies):
         """`rooms` (2, batch, heads, all tokens, head_dim), one a slot, of which nothing is known."""
         self._prefix, self._rooms, self._copies = prefix, rooms, copies
+        self._layers = len(prefix.parts[0].layers) if prefix.parts else 0
+        self._tokens = prefix.tokens
         self._held: list[int | None] = [None] * len(rooms)  # which layer's prefix a slot has
         self._ready = False  # the copies come after what computed the parts on this device
-        if prefix.parts:
-            self._fill(0)
+        self._fill(0)
 
     @contextmanager
-    def layer(self, index: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All keys and values of layer `index`, with `k` and `v` (batch, heads, own tokens, head_dim) behind the prefix. Good inside the block only."""
-        if not self._prefix.parts:
-            yield k, v
-            return
+    def layer(self, index: int) -> Iterator[Room]:
+        """Layer `index` with the prefix in place. Good inside the block only."""
         slot = index % len(self._rooms)
         self._fill(index)
-        if len(self._rooms) > 1 and index + 1 < self._prefix.num_layers:
+        if len(self._rooms) > 1:
             self._fill(index + 1)
         self._copies.wait_until_filled(slot)
-        room, start = self._rooms[slot], self._prefix.tokens
-        room[0, :, :, start:], room[1, :, :, start:] = k, v
-        yield room[0], room[1]
+        keys, values = self._rooms[slot][0], self._rooms[slot][1]
+        if torch.is_grad_enabled():  # a backward pass reads them after the slot has changed
+            keys, values = keys.clone(), values.clone()
+        yield Room(keys, values, keys[:, :, self._tokens :], values[:, :, self._tokens :])
         self._copies.free(slot)
 
     def _fill(self, index: int) -> None:
         """Put the prefix of layer `index` in its slot, unless it is there. What comes from another device needs no computing awaited."""
         slot = index % len(self._rooms)
-        if self._held[slot] == index:
+        if index >= self._layers or self._held[slot] == index:
             return
         self._held[slot] = index
         room = self._rooms[slot]
@@ -171,4 +177,4 @@ class PrefixReader:
                     self._copies.wait_for_computing()
                     self._ready = True
                 for stored, half in zip(part.layers[index], place):
-                    half.copy_(stored.load(room.device, room.dtype))
+                    stored.write(half)

@@ -66,10 +66,11 @@ seeds = st.integers(0, 2**16)
 
 def joined(prefix) -> list[torch.Tensor]:
     """Keys and values of the whole prefix, layer by layer: (1, heads, tokens, head_dim)."""
-    empty = torch.empty(1, *prefix.heads_and_dim, 0).movedim(-1, 2).to(prefix.parts[0].dtype)
+    first = prefix.parts[0].layers[0][0].values
+    _, heads, _, dim = first.shape
     tensors = []
-    with Workspace().reading(prefix, empty, 0) as reader:
-        for layer in range(prefix.num_layers):
-            with reader.layer(layer, empty, empty) as pair:
-                tensors += [half.clone() for half in pair]
+    with Workspace().reading(prefix, (1, heads, 0, dim), first.new_empty(0, dtype=prefix.parts[0].dtype)) as reader:
+        for layer in range(len(prefix.parts[0].layers)):
+            with reader.layer(layer) as room:
+                tensors += [room.keys.clone(), room.values.clone()]
     return tensors

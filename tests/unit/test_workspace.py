@@ -46,9 +46,10 @@ def part(tokens: int, seed: int, precision: str = "default") -> KVPart:
     return KVPart.of([tuple(torch.randn(1, 2, tokens, 4, generator=generator) for _ in range(2)) for _ in range(LAYERS)]).quantized(precision)
 
 
-def concatenated(prefix: PrefixKV, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    stored = [[part.layers[layer][half].load(k.device, k.dtype).expand(len(k), -1, -1, -1) for part in prefix.parts] for half in range(2)]
-    return [torch.cat([*parts, own], dim=2) for parts, own in zip(stored, (k, v))]
+def concatenated(prefix: PrefixKV, layer: int, own: torch.Tensor, half: int) -> torch.Tensor:
+    stored = [part.layers[layer][half] for part in prefix.parts]
+    plain = [(x.values if x.scale is None else x.values.float() * x.scale).to(own.dtype).expand(len(own), -1, -1, -1) for x in stored]
+    return torch.cat([*plain, own], dim=2)
 
 
 @given(
@@ -57,25 +58,27 @@ def concatenated(prefix: PrefixKV, layer: int, k: torch.Tensor, v: torch.Tensor)
     precision=st.sampled_from(PRECISIONS),
     two=st.booleans(),
 )
+@torch.inference_mode()
 def test_equals_concatenating(sizes, calls, precision, two):
     """In any order of layers, calls of any size after one another."""
     prefix = PrefixKV(tuple(part(size, seed, precision) for seed, size in enumerate(sizes)))
     workspace = Workspace(lambda device: Recorded([]) if two else InlineCopies())
     for tokens, batch, layers in calls:
         k, v = torch.randn(2, batch, 2, tokens, 4)
-        with workspace.reading(prefix, k, tokens) as reader:
+        with workspace.reading(prefix, k.shape, k) as reader:
             for layer in layers:
-                with reader.layer(layer, k, v) as pair:
-                    assert all(map(torch.equal, pair, concatenated(prefix, layer, k, v)))
+                with reader.layer(layer) as room:
+                    room.own_keys.copy_(k)
+                    room.own_values.copy_(v)
+                    assert torch.equal(room.keys, concatenated(prefix, layer, k, 0)) and torch.equal(room.values, concatenated(prefix, layer, v, 1))
 
 
 def test_the_next_layer_is_issued_before_a_layer_computes():
     log = []
-    k = torch.randn(1, 2, 3, 4)
     workspace = Workspace(lambda device: Recorded(log))
-    with workspace.reading(PrefixKV((part(2, 0),)), k, 3) as reader:
+    with workspace.reading(PrefixKV((part(2, 0),)), (1, 2, 3, 4), torch.empty(0)) as reader:
         for layer in range(LAYERS):
-            with reader.layer(layer, k, k):
+            with reader.layer(layer):
                 log.append("attention")
     expected = ["wait for computing", ("fill", 0), "wait for computing"]  # once each: for new memory, for the prefix that was computed there
     for layer in range(LAYERS):
@@ -86,10 +89,24 @@ def test_the_next_layer_is_issued_before_a_layer_computes():
 
 def test_copies_end_in_order_when_a_call_is_interrupted():
     log = []
-    k = torch.randn(1, 2, 3, 4)
-    with pytest.raises(InterruptedError), Workspace(lambda device: Recorded(log)).reading(PrefixKV((part(2, 0),)), k, 3) as reader, reader.layer(0, k, k):
+    workspace = Workspace(lambda device: Recorded(log))
+    with pytest.raises(InterruptedError), workspace.reading(PrefixKV((part(2, 0),)), (1, 2, 3, 4), torch.empty(0)) as reader, reader.layer(0):
         raise InterruptedError
     assert log[-1] == "end"
+
+
+def test_gradients_pass_through(transformer):
+    """A backward pass reads what the slots held."""
+    with torch.no_grad():
+        prefix = transformer.prefill(torch.ones(1, 3, 64))
+    noisy, direction = picture(2, 3, 0).double(), picture(2, 3, 1).double()
+    model = copy.deepcopy(transformer).double()
+    noisy.requires_grad_()
+    model.denoise(noisy, 0.5, prefix).backward(direction)
+    with torch.no_grad():
+        step = 1e-3 * picture(2, 3, 2).double()
+        change = model.denoise(noisy + step, 0.5, prefix) - model.denoise(noisy - step, 0.5, prefix)
+    assert torch.allclose((noisy.grad * step).sum() * 2, (change * direction).sum(), rtol=1e-2)  # rotations are in float32
 
 
 @torch.inference_mode()

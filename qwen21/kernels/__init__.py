@@ -1,0 +1,95 @@
+"""Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch.
+
+Plain PyTorch is what the reference does, operation by operation, rounding after each. A kernel reads and writes each tensor once and rounds
+once, at the end, so in half precision it is closer to float32, not equal to the bit. Nothing here multiplies matrices, and weights come in
+only where the module that holds them is PyTorch's own: a host's modules are called.
+"""
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..rope import apply_rotary
+
+
+def fusible(x: torch.Tensor) -> bool:
+    """Whether kernels take `x`: on a CUDA device where Triton works, bfloat16 or float32, without gradients."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and not torch.is_grad_enabled() and _works(x.device)
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """Triton needs a compiler on the machine and a device it knows: try, once."""
+    if find_spec("triton") is None:
+        return False
+    x = torch.ones(1, 16, device=device, dtype=torch.bfloat16)
+    try:
+        _fused().swiglu(x, x, fp8=False)
+    except Exception as error:
+        logging.warning("Triton does not work on %s, so kernels are not fused: %s", device, error)
+        return False
+    return True
+
+
+def _fused():
+    from . import fused
+
+    return fused
+
+
+def norm_scale(x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor) -> torch.Tensor:
+    """norm(x) * scale: `x` (batch, tokens, width), `norm` without weights, `scale` (batch or 1, 1, width)."""
+    if fusible(x):
+        return _fused().residual_norm(x, None, None, scale, norm.eps, fp8=False)[1]
+    return norm(x) * scale
+
+
+def residual(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x + gate * branch: (batch, tokens, width), `gate` (batch or 1, 1, width)."""
+    if fusible(x):
+        return _fused().residual_norm(x, branch, gate, None, 0.0, fp8=False)[0]
+    return x + gate * branch
+
+
+def residual_norm_scale(
+    x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`residual`, and `norm_scale` of it."""
+    if fusible(x):
+        return _fused().residual_norm(x, branch, gate, scale, norm.eps, fp8=False)[:2]
+    x = x + gate * branch
+    return x, norm(x) * scale
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, of one shape."""
+    return _fused().swiglu(gate, up, fp8=False)[0] if fusible(gate) else F.silu(gate) * up
+
+
+def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` (batch, tokens, heads, head_dim) normed over each head and rotated by `table` (tokens, head_dim / 2), where they are given.
+
+    Returns it as (batch, heads, tokens, head_dim): in `out`, or in memory of its own.
+    """
+    if fusible(x) and x.shape[-1].bit_count() == 1:
+        out = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) if out is None else out
+        if norm is not None and type(norm) is not nn.RMSNorm:
+            x, norm = norm(x), None
+        _fused().place(x, *((None, 0.0) if norm is None else (norm.weight, norm.eps)), table, out)
+        return out
+    x = x.transpose(1, 2)
+    x = x if norm is None else norm(x)
+    x = x if table is None else apply_rotary(x, table)
+    return x if out is None else out.copy_(x)
+
+
+def widen(values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """FP8 `values` (1, heads, tokens, head_dim) times `scale` (1, heads, tokens, 1), in float32 and rounded to `out` (batch, heads, tokens, head_dim)."""
+    if fusible(out) and values.shape[-1].bit_count() == 1:
+        _fused().widen(values, scale, out)
+        return out
+    return out.copy_(values.float() * scale)
