@@ -19,6 +19,8 @@ from . import kernels
 from .attention import Attention, full_attention, prefix_attention
 from .config import TransformerConfig
 from .errors import Qwen21Error
+from .fp8 import takes_rows
+from .kernels import Fp8Rows
 from .prefix import KVPart, PrefixKV
 from .rope import rotary_table
 from .sequence import Segment, positions, prefix_segments
@@ -112,11 +114,11 @@ class SelfAttention(nn.Module):
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         return rearrange(x, "batch tokens (heads dim) -> batch tokens heads dim", heads=self.heads)
 
-    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """K (neither normed nor rotated) and V of `x` (batch, tokens, dim), each (batch, tokens, heads, head_dim)."""
         return self._split(self.to_k(x)), self._split(self.to_v(x))
 
-    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
         out = attend(self._split(self.to_q(x)), *self.keys_values(x), self)
         return self.to_out[0](rearrange(out, "batch heads tokens dim -> batch tokens (heads dim)"))
@@ -131,8 +133,8 @@ class SwiGLU(nn.Module):
         self.gate_layer, self.proj = (operations.Linear(config.dim, hidden, bias=False, **factory) for _ in range(2))
         self.out = operations.Linear(hidden, config.dim, bias=False, **factory)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(kernels.swiglu(self.gate_layer(x), self.proj(x)))
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        return self.out(kernels.swiglu(self.gate_layer(x), self.proj(x), takes_rows(self.out)))
 
 
 class Block(nn.Module):
@@ -146,14 +148,18 @@ class Block(nn.Module):
 
     def keys_values(self, x: torch.Tensor, modulation: Modulation) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` would hand to its `attend` as keys and values, without the rest of the block."""
-        return self.attn.keys_values(kernels.norm_scale(x, self.img_norm1, modulation.scale1))
+        return self.attn.keys_values(self._attention_input(x, modulation))
 
     def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
-        branch = self.attn(kernels.norm_scale(x, self.img_norm1, modulation.scale1), attend)
-        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2)
+        branch = self.attn(self._attention_input(x, modulation), attend)
+        fp8 = takes_rows(self.img_mlp.gate_layer, self.img_mlp.proj)
+        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2, fp8)
         x = kernels.residual(x, self.img_mlp(normed), modulation.gate2)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+    def _attention_input(self, x: torch.Tensor, modulation: Modulation) -> torch.Tensor | Fp8Rows:
+        return kernels.norm_scale(x, self.img_norm1, modulation.scale1, takes_rows(self.attn.to_q, self.attn.to_k, self.attn.to_v))
 
 
 class Hooks:

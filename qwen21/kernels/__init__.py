@@ -8,6 +8,7 @@ only where the module that holds them is PyTorch's own: a host's modules are cal
 import logging
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,16 @@ from torch import nn
 
 from ..rope import apply_rotary
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one that devices flush to zero
+
 
 def fusible(x: torch.Tensor) -> bool:
-    """Whether kernels take `x`: on a CUDA device where Triton works, bfloat16 or float32, without gradients."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and not torch.is_grad_enabled() and _works(x.device)
+    """Whether kernels take `x`: on the current CUDA device if Triton works there, bfloat16 or float32, without gradients."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
+        return False
+    return x.device.index == torch.cuda.current_device() and _works(x.device)  # kernels are launched on the current device
 
 
 @cache
@@ -41,11 +48,20 @@ def _fused():
     return fused
 
 
-def norm_scale(x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor) -> torch.Tensor:
-    """norm(x) * scale: `x` (batch, tokens, width), `norm` without weights, `scale` (batch or 1, 1, width)."""
+class Fp8Rows(NamedTuple):
+    """A tensor (..., width) in FP8 E4M3, with a FP32 scale (...) for each row that puts its largest value at FP8's maximum; `dtype` is what it was in."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
+def norm_scale(x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    """norm(x) * scale: `x` (batch, tokens, width), `norm` without weights, `scale` (batch or 1, 1, width). With `fp8`, in rows for FP8 layers."""
     if fusible(x):
-        return _fused().residual_norm(x, None, None, scale, norm.eps, fp8=False)[1]
-    return norm(x) * scale
+        return _result(*_fused().residual_norm(x, None, None, scale, norm.eps, fp8)[1:], x.dtype, fp8)
+    normed = norm(x) * scale
+    return quantize_rows(normed) if fp8 else normed
 
 
 def residual(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -56,18 +72,34 @@ def residual(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch
 
 
 def residual_norm_scale(
-    x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
     """`residual`, and `norm_scale` of it."""
     if fusible(x):
-        return _fused().residual_norm(x, branch, gate, scale, norm.eps, fp8=False)[:2]
+        x, *normed = _fused().residual_norm(x, branch, gate, scale, norm.eps, fp8)
+        return x, _result(*normed, x.dtype, fp8)
     x = x + gate * branch
-    return x, norm(x) * scale
+    return x, norm_scale(x, norm, scale, fp8)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, of one shape."""
-    return _fused().swiglu(gate, up, fp8=False)[0] if fusible(gate) else F.silu(gate) * up
+def swiglu(gate: torch.Tensor, up: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    """silu(gate) * up, of one shape. With `fp8`, in rows for an FP8 layer."""
+    if fusible(gate):
+        return _result(*_fused().swiglu(gate, up, fp8), gate.dtype, fp8)
+    out = F.silu(gate) * up
+    return quantize_rows(out) if fp8 else out
+
+
+def quantize_rows(x: torch.Tensor) -> Fp8Rows:
+    """`x` (..., width), any float dtype, in FP8."""
+    if fusible(x):
+        return Fp8Rows(*_fused().quantize_rows(x), x.dtype)
+    scales = x.float().abs().amax(dim=-1).clamp_min(TINY) / FP8_MAX
+    return Fp8Rows((x.float() / scales[..., None]).to(FP8), scales, x.dtype)
+
+
+def _result(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, fp8: bool) -> torch.Tensor | Fp8Rows:
+    return Fp8Rows(values, scales, dtype) if fp8 else values
 
 
 def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:

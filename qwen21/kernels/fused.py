@@ -8,14 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-FP8_MAX = 448.0  # the largest E4M3
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 TINY = 1e-30
 
 
 @triton.jit
 def _store_fp8(values, out, scales, row, columns, mask, FP8_MAX: tl.constexpr, TINY: tl.constexpr):
     """A row with its largest value at FP8's maximum, and the scale that undoes it."""
-    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / FP8_MAX, TINY)
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0), TINY) / FP8_MAX
     tl.store(out + columns, (values / scale).to(tl.float8e4nv), mask)
     tl.store(scales + row, scale)
 
@@ -107,7 +108,7 @@ def _warps(block: int) -> int:
 
 def _rows(x: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for rows like those of `x`: as they are, or in FP8 with their scales."""
-    return torch.empty_like(x, dtype=torch.float8_e4m3fn if fp8 else None), x.new_empty(x.shape[:-1], dtype=torch.float32) if fp8 else x
+    return torch.empty_like(x, dtype=FP8 if fp8 else None), x.new_empty(x.shape[:-1], dtype=torch.float32) if fp8 else x
 
 
 def residual_norm(
