@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import kernels
 from .errors import Qwen21Error
-from .kernels import Fp8Rows, quantize_rows
+from .kernels import Fp8Rows
 
 SENSITIVE = ("img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out")
 CAPABILITY = (8, 9)  # of the first CUDA devices that multiply in FP8
@@ -21,12 +22,12 @@ class Fp8Linear(nn.Module):
     def __init__(self, weight: torch.Tensor):
         """`weight` (outputs, inputs), any float dtype."""
         super().__init__()
-        values, scales, _ = quantize_rows(weight)
+        values, scales, _ = kernels.quantize_rows(weight)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
     def forward(self, x: "torch.Tensor | Fp8Rows") -> torch.Tensor:
-        values, scales, dtype = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+        values, scales, dtype = x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x)
         if not values.is_cuda:  # the same numbers, for tests and figures
             return F.linear(values.float() * scales[..., None], self.weight.float() * self.scales[:, None]).to(dtype)
         out = torch._scaled_mm(

@@ -66,7 +66,6 @@ def test_shared_inputs_are_quantised_once(quantized, monkeypatch):
     calls = []
     quantize = kernels.quantize_rows
     monkeypatch.setattr(kernels, "quantize_rows", lambda x: calls.append(x.shape) or quantize(x))
-    monkeypatch.setattr("qwen21.fp8.quantize_rows", kernels.quantize_rows)
     prefix = quantized.prefill(torch.ones(1, 3, 64))
     calls.clear()
     quantized.denoise(picture(2, 2, 0), 0.5, prefix)
