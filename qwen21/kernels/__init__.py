@@ -22,8 +22,8 @@ TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one
 
 
 def fusible(x: torch.Tensor) -> bool:
-    """Whether kernels take `x`: on the current CUDA device if Triton works there, bfloat16 or float32, without gradients."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
+    """Whether kernels take `x`: on the current CUDA device if Triton works there, bfloat16 or float32, without gradients. torch.compile makes its own."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
         return False
     return x.device.index == torch.cuda.current_device() and _works(x.device)  # kernels are launched on the current device
 

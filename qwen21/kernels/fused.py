@@ -1,7 +1,8 @@
 """The Triton kernels. Each reads its inputs once, computes in float32 and rounds once. Imported only where Triton is.
 
 Rows are tokens; a row's batch is its number divided by `tokens`. Widths are compile-time constants of the model, and sizes that follow
-prompt and canvas are not specialised on, so that a new size compiles nothing.
+prompt and canvas are not specialised on, so that a new size compiles nothing. Strides are: all are multiples of the head's width, and a
+kernel that knows it reads 16 bytes at once.
 """
 
 import torch
@@ -68,7 +69,7 @@ def _quantize_rows_kernel(x, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constex
     _store_fp8(values, out + row * WIDTH, scales, row, columns, mask, FP8_MAX, TINY)
 
 
-@triton.jit(do_not_specialize=["tokens", "x_batch", "x_token", "x_head", "out_batch", "out_token", "out_head"])
+@triton.jit(do_not_specialize=["tokens"])
 def _place_kernel(
     x, weight, table, out, tokens, x_batch, x_token, x_head, out_batch, out_token, out_head, eps,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
@@ -91,7 +92,7 @@ def _place_kernel(
     tl.store(target + heads * out_head + channels, values.to(out.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "out_batch", "out_head", "out_token"])
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def _widen_kernel(x, scales, out, rows, tokens, out_batch, out_head, out_token, ROWS: tl.constexpr, DIM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache, QwenImage21Rope
-from measuring import arguments, device_ms, in_turn, peak_gib, relative_error, report, sm_clock, sustained_ms
+from measuring import arguments, device_ms, in_turn, peak_gib, profile_rows, relative_error, report, sm_clock, sustained_ms
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -403,19 +403,12 @@ def error(bench: Bench) -> list[dict]:
 
 def profile(bench: Bench) -> list[dict]:
     """Where a decode step of each way spends the device's time: what takes most, name by name."""
-    rows = []
-    for workload in bench.options.workload[:1]:
-        for name in bench.options.way:
-            step = bench.way(name, bench.inputs(workload))
-            step()
-            with torch.profiler.profile() as profiler:
-                step()
-                if bench.device.type == "cuda":
-                    torch.cuda.synchronize()
-            events = [(event.self_device_time_total / 1000 / STEPS, event) for event in profiler.key_averages()]
-            for ms, event in sorted(events, key=lambda pair: -pair[0])[:20]:
-                rows.append({"what": f"{workload}, {name}", "ms_a_step": ms, "calls": event.count // STEPS, "kernel": event.key[:90]})
-    return rows
+    return [
+        {"what": f"{workload}, {name}", **row}
+        for workload in bench.options.workload[:1]
+        for name in bench.options.way
+        for row in profile_rows(bench.way(name, bench.inputs(workload)), bench.device, STEPS)
+    ]
 
 
 def memory(bench: Bench) -> list[dict]:

@@ -33,8 +33,7 @@ def sustained_ms(function: Callable[[], object], device: torch.device, seconds: 
     function()
     once, _ = device_ms(function, device)
     calls = max(int(1000 * seconds / max(once, 1e-3)), 1)
-    function_calls = lambda: [function() for _ in range(calls)]
-    return device_ms(function_calls, device)[0] / calls
+    return device_ms(lambda: [function() for _ in range(calls)], device)[0] / calls
 
 
 def sm_clock(function: Callable[[], object], device: torch.device) -> int | None:
@@ -80,6 +79,19 @@ def peak_gib(function: Callable[[], object], device: torch.device) -> float | No
     function()
     torch.cuda.synchronize(device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+
+
+def profile_rows(function: Callable[[], object], device: torch.device, calls: int = 1) -> list[dict]:
+    """What takes most of the device's time in `function`, which repeats itself `calls` times: ms and count of one, name by name."""
+    function()
+    with torch.profiler.profile() as profiler:
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    on_gpu = device.type == "cuda"
+    events = [event for event in profiler.key_averages() if (event.device_type == torch.autograd.DeviceType.CUDA) == on_gpu]
+    taken = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count, event.key) for event in events]
+    return [{"ms": time / 1000 / calls, "count": count // calls, "kernel": name[:90]} for time, count, name in sorted(taken, reverse=True)[:25]]
 
 
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
