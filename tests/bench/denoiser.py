@@ -253,6 +253,18 @@ def plain(names: Sequence[str] = KERNELS) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def queries_tokens_first() -> Iterator[None]:
+    """Queries, and so what attention returns, with a token's heads together in memory, as the layer after it wants them."""
+    place = kernels.place
+
+    def run(x, norm, table, out=None):
+        return place(x, norm, table, x.new_empty(x.shape).transpose(1, 2) if out is None else out)
+
+    with mock.patch.object(kernels, "place", run):
+        yield
+
+
 def _backend(backend: SDPBackend) -> Callable:
     return lambda: sdpa_kernel(backend)
 
@@ -264,6 +276,7 @@ WAYS = {
     "ours, plain PyTorch": plain,
     "ours, not copied ahead": nullcontext,
     **{f"ours, without {name}": lambda name=name: plain([name]) for name in KERNELS},
+    "ours, queries tokens first": queries_tokens_first,
     "ours, cuDNN attention": _backend(SDPBackend.CUDNN_ATTENTION),
     "ours, flash attention": _backend(SDPBackend.FLASH_ATTENTION),
     "ours fp8": nullcontext,
