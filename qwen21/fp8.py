@@ -46,15 +46,17 @@ def takes_rows(*layers: nn.Module) -> bool:
     return all(isinstance(layer, Fp8Linear) for layer in layers)
 
 
-def quantize_linears(model: nn.Module, sensitive: tuple[str, ...] = SENSITIVE) -> None:
+def quantize_linears(model: nn.Module, device: torch.device | None = None, sensitive: tuple[str, ...] = SENSITIVE) -> None:
     """Replace every linear layer of `model` that is not inside a module of `sensitive` by an Fp8Linear, one by one. LoRA must be merged before.
 
+    With a `device` all of the model moves there, the layers after they were quantised, so that the unquantised model need not fit.
     Raises Qwen21Error on a CUDA device that cannot multiply in FP8.
     """
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise Qwen21Error(f"{torch.cuda.get_device_name(device)} does not multiply in FP8, which takes an Ada, Hopper or newer GPU: use bfloat16")
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and not f"{name}.".startswith(tuple(f"{one}." for one in sensitive)):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, Fp8Linear(layer.weight))
+            setattr(model.get_submodule(owner), leaf, Fp8Linear(layer.weight.to(device)))
+    model.to(device)
