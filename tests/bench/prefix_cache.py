@@ -197,16 +197,23 @@ def _inline(device: torch.device) -> InlineCopies:
 
 
 def _in_turn(bench: Bench, references: int, ways: dict, **also) -> list[dict]:
-    """Medians of `ways` (name -> function of a seed) that take turns; the first is what the others are compared with."""
+    """Medians of `ways` (name -> function of a seed) that take turns; the first is what the others are compared with, in latents too if they give them."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
+    latents = {}
     for repeat in range(bench.options.repeats + 1):
         for name, run in ways.items():
-            seconds = bench.seconds(lambda: run(repeat))
+            seconds = bench.seconds(lambda: latents.update({name: run(repeat)}))
             if repeat:  # the first round warms up
                 taken[name].append(seconds)
-    medians = {name: statistics.median(values) for name, values in taken.items()}
-    base = next(iter(medians.values()))
-    return [{"what": f"{references} references, {name}", "seconds": seconds, "ratio": seconds / base, **also} for name, seconds in medians.items()]
+    base, *_ = ways
+    rows = []
+    for name, values in taken.items():
+        seconds = statistics.median(values)
+        row = {"what": f"{references} references, {name}", "seconds": seconds, "ratio": seconds / statistics.median(taken[base]), **also}
+        if latents[name] is not None and latents[base] is not None:
+            row["difference"] = float((latents[name] - latents[base]).abs().max() / latents[base].abs().max())
+        rows.append(row)
+    return rows
 
 
 def _through(bench: Bench, cache: PrefixCache, prompt: Prompt, seed: int, clear: bool = False, forget: bool = False) -> None:
