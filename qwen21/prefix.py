@@ -91,10 +91,23 @@ class KVPart:
 
     def quantized(self, precision: str) -> "KVPart":
         """Stored in `precision`, one of PRECISIONS: V, or K and V, in FP8."""
-        if precision == "default":
-            return self
-        fp8_k = precision == "fp8_kv"
-        return KVPart(tuple((StoredTensor.quantized(k.values) if fp8_k else k, StoredTensor.quantized(v.values)) for k, v in self.layers), self.dtype)
+        return KVPart(tuple(_in_precision(*pair, precision) for pair in self.layers), self.dtype)
+
+
+def _in_precision(k: StoredTensor, v: StoredTensor, precision: str) -> tuple[StoredTensor, StoredTensor]:
+    return StoredTensor.quantized(k.values) if precision == "fp8_kv" else k, v if precision == "default" else StoredTensor.quantized(v.values)
+
+
+def divide(layers: list[tuple[StoredTensor, StoredTensor]], lengths: Sequence[int], precision: str, devices: Sequence[torch.device]) -> list[KVPart]:
+    """Parts of `lengths` tokens in memory of their own, in `precision` and on `devices`. Empties `layers`, so that only one layer is ever held twice."""
+    dtype, parts = layers[0][0].values.dtype, [[] for _ in lengths]
+    while layers:
+        pair, start = layers.pop(0), 0
+        for part, length, device in zip(parts, lengths, devices):
+            piece = pair if len(parts) == 1 else (x.slice(start, start + length) for x in pair)
+            part.append(tuple(x.to(device) for x in _in_precision(*piece, precision)))
+            start += length
+    return [KVPart(tuple(part), dtype) for part in parts]
 
 
 @dataclass(frozen=True)
