@@ -13,7 +13,6 @@ from .errors import Qwen21Error
 from .kernels import Fp8Rows
 
 SENSITIVE = ("img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out")
-CAPABILITY = (8, 9)  # of the first CUDA devices that multiply in FP8
 
 
 class Fp8Linear(nn.Module):
@@ -53,7 +52,7 @@ def quantize_linears(model: nn.Module, device: torch.device | None = None, sensi
     Raises Qwen21Error on a CUDA device that cannot multiply in FP8.
     """
     device = device or next(model.parameters()).device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < kernels.FP8_CAPABILITY:
         raise Qwen21Error(f"{torch.cuda.get_device_name(device)} does not multiply in FP8, which takes an Ada, Hopper or newer GPU: use bfloat16")
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and not f"{name}.".startswith(tuple(f"{one}." for one in sensitive)):

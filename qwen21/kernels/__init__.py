@@ -18,6 +18,7 @@ from ..rope import apply_rotary
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+FP8_CAPABILITY = (8, 9)  # of the first CUDA devices that compute in it
 TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one that devices flush to zero
 
 
@@ -40,6 +41,11 @@ def _works(device: torch.device) -> bool:
         logging.warning("Triton does not work on %s, so kernels are not fused: %s", device, error)
         return False
     return True
+
+
+def _knows_fp8(x: torch.Tensor) -> bool:
+    """Whether kernels on the device of `x` can read and write FP8; PyTorch's own can everywhere."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY
 
 
 def _fused():
@@ -92,7 +98,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, fp8: bool = False) -> torch.Ten
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     """`x` (..., width), any float dtype, in FP8."""
-    if fusible(x):
+    if fusible(x) and _knows_fp8(x):
         return Fp8Rows(*_fused().quantize_rows(x), x.dtype)
     scales = x.float().abs().amax(dim=-1).clamp_min(TINY) / FP8_MAX
     return Fp8Rows((x.float() / scales[..., None]).to(FP8), scales, x.dtype)
@@ -121,7 +127,7 @@ def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, o
 
 def widen(values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """FP8 `values` (1, heads, tokens, head_dim) times `scale` (1, heads, tokens, 1), in float32 and rounded to `out` (batch, heads, tokens, head_dim)."""
-    if fusible(out) and values.shape[-1].bit_count() == 1:
+    if fusible(out) and _knows_fp8(out) and values.shape[-1].bit_count() == 1:
         _fused().widen(values, scale, out)
         return out
     return out.copy_(values.float() * scale)
