@@ -63,6 +63,18 @@ def check_quantised_denoiser():
         differs(found, exact, 1e-4, quantize.__name__)
 
 
+def check_denoiser_quantised_while_loading():
+    """As the same weights in a file, but for the layers outside the blocks."""
+    parts = prepared(pictures=1)
+    model = core("nodes.bridge_model").load_model(folder(), folder(), None, fp8=True)
+    found, exact = samples(model, *parts, steps=1), samples(loaded()[0], *parts, steps=1)
+    close(found, exact, 0.4)
+    differs(found, exact, 1e-4)
+    weights = {name: weight for name, weight in model.model.diffusion_model.named_parameters() if weight.ndim == 2}
+    quantised = {name for name, weight in weights.items() if "QuantizedTensor" in (type(weight).__name__, type(weight.data).__name__)}
+    assert quantised == {name for name in weights if name.startswith("transformer_blocks.")}
+
+
 def check_quantised_text_encoder():
     images = {"image_1": picture()}
     exact, _ = encode("a red star", "", images)
