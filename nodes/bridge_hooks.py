@@ -30,10 +30,14 @@ class HostHooks(Hooks):
             x = patch({"img": x, "pe": None, "transformer_options": self.options})["img"]
         return x
 
+    @property
+    def sees_attention(self) -> bool:
+        return bool(self.patches.get("attn1_patch"))
+
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens = q.shape[2]
         extra = {**self.options, "block_index": layer, "img_slice": [tokens if self.is_prefix else 0, tokens]}
-        for patch in self.patches.get("attn1_patch", []):
+        for patch in self.patches["attn1_patch"]:
             out = patch(q, k, v, pe=None, attn_mask=None, extra_options=extra)
             q, k, v = out.get("q", q), out.get("k", k), out.get("v", v)
         return q, k, v

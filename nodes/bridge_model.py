@@ -29,6 +29,8 @@ from ..qwen21.prefix_cache import PrefixCache
 from ..qwen21.schedule import mu
 from ..qwen21.transformer import Hooks, QwenImage21Transformer
 from ..qwen21.vae import denormalize, normalize
+from ..qwen21.workspace import SideStreamCopies
+from .bridge_fp8 import fp8_weights
 from .bridge_hooks import PREFIX_OPTION, HostHooks, residuals_of
 from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
 from .bridge_stored import finish, quantization_of, state_dict
@@ -86,7 +88,7 @@ class Denoiser(QwenImage21Transformer):
         out = torch.empty_like(x)
         for rows, prefix in groups:
             hooks = HostHooks(transformer_options, x[rows], residuals_of(control, rows), layers)
-            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention, hooks)
+            out[rows] = self.denoise(x[rows], timesteps[rows], prefix.kv, attention, hooks, self.run.workspace)
         return out
 
     def _prefix(self, *parts) -> RunPrefix:
@@ -195,10 +197,10 @@ class QwenImage21(comfy.model_base.QwenImage):
         return out
 
     def memory_required(self, input_shape, cond_shapes={}):
-        """Activations of target and references as ComfyUI estimates them, and the prefix's keys and values."""
+        """Activations of target and references as ComfyUI estimates them, and the prefix's keys and values with the scratch they are joined in."""
         config = self.diffusion_model.config
         tokens = sum(shape[1] for shape in cond_shapes.get("c_crossattn", [])) + sum(shape[2] for shape in cond_shapes.get("ref_latents", []))
-        kv_bytes = 2 * config.num_layers * config.dim * tokens * comfy.model_management.dtype_size(self.get_dtype_inference())
+        kv_bytes = 2 * (config.num_layers + SideStreamCopies.slots) * config.dim * tokens * comfy.model_management.dtype_size(self.get_dtype_inference())
         return super().memory_required(input_shape, cond_shapes) + kv_bytes
 
 
@@ -213,19 +215,23 @@ def _weights(patcher) -> Hashable | None:
     if patcher.hook_patches:
         return None
     replaced = tuple(sorted((name, id(value)) for name, value in patcher.object_patches.items() if name.startswith("diffusion_model.")))
+    injected = tuple(one for some in patcher.injections.values() for one in some)  # ComfyUI's LoRA loader in bypass mode; patches_uuid does not know it
     override = patcher.model_options["transformer_options"].get("optimized_attention_override")
-    return patcher.patches_uuid, replaced, override
+    return patcher.patches_uuid, replaced, injected, override
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None, disable_dynamic: bool = False):
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None, fp8: bool = False, disable_dynamic: bool = False):
     """The denoiser of `checkpoint` as a MODEL, for latents of its VAE. `dtype` None leaves the choice to ComfyUI; quantised weights stay as they are.
+    With `fp8` the blocks multiply in 8 bits, in ComfyUI's own operations.
 
     Raises Qwen21Error that names the file when it is damaged or another model's.
     """
     config, part = ModelConfig(checkpoint), checkpoint.parts["transformer"]
     management = comfy.model_management
     weights = state_dict(part, meta_module(part))
-    config.quant_config = quantization_of(part)
+    if fp8:
+        weights = fp8_weights(weights)
+    config.quant_config = {"mixed_ops": True} if fp8 else quantization_of(part)
     supported = config.supported_inference_dtypes
     parameters, file_dtype = comfy.utils.calculate_parameters(weights), None if config.quant_config else comfy.utils.weight_dtype(weights)
     weight_dtype = dtype or management.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=file_dtype)
@@ -235,7 +241,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None, disable
     model = QwenImage21(config)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
     patcher = patcher_class(model, load_device=device, offload_device=offload)
-    patcher.cached_patcher_init = (load_model, (checkpoint, dtype))
+    patcher.cached_patcher_init = (load_model, (checkpoint, dtype, fp8))
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _detached)
     if not management.is_device_cpu(offload):
         model.to(offload)

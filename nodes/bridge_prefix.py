@@ -10,6 +10,7 @@ import torch
 
 from ..qwen21.prefix import PrefixKV
 from ..qwen21.prefix_cache import PrefixCache, digest, prefix_items
+from ..qwen21.workspace import Workspace
 
 CACHE_DEVICES = ("auto", "gpu", "cpu", "off")
 CACHE_OPTION = "qwen21_prefix_cache"  # in a model's transformer_options
@@ -82,6 +83,7 @@ class Run:
     started: float | None = None  # time.perf_counter() at the first call, when the model is loaded
     prefixes: list[RunPrefix] = field(default_factory=list)
     held: ExitStack = field(default_factory=ExitStack)
+    workspace: Workspace = field(default_factory=Workspace)
 
     def start(self) -> None:
         """Note when the first call came."""
@@ -115,6 +117,7 @@ class Run:
         """Let go of what this run held; the cache keeps it within its budget."""
         self.prefixes.clear()
         self.held.close()
+        self.workspace = Workspace()
 
     def _configure(self, settings: CacheSettings, device: torch.device) -> None:
         self.cache.precision, self.cache.placement = settings.precision, settings.device

@@ -35,8 +35,8 @@ def prefix_attention(
 
     `q` holds their queries; `k` and `v` hold `past` earlier tokens in front of theirs. `full` computes the unmasked calls.
     """
-    outputs = []
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)  # heads side by side, as the next layer wants them
     for start, end, segment in bounds(segments):
         attend = causal_attention if segment.is_text else full
-        outputs.append(attend(q[:, :, start:end], k[:, :, : past + end], v[:, :, : past + end]))
-    return torch.cat(outputs, dim=2)
+        out[:, :, start:end] = attend(q[:, :, start:end], k[:, :, : past + end], v[:, :, : past + end])
+    return out

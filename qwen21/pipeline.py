@@ -21,6 +21,7 @@ from .schedule import SCHEDULES, sigmas
 from .text_encoder import Encoding, TextEncoder, picture_digest, template
 from .transformer import QwenImage21Transformer
 from .vae import QwenImage21VAE
+from .workspace import Workspace
 
 KV_CACHES = ("off", "run", *PRECISIONS)
 STAGES = ("load", "encode", "vae encode", "prefill", "steps", "decode")
@@ -244,6 +245,7 @@ class Pipeline:
     ) -> Velocity:
         """The guided velocity over the prefixes of `encodings`, which the cache holds until `held` is closed. `loras` (digest, strength) are attached."""
         latents = [one for _, one in references]
+        workspace = Workspace()
 
         def branch(encoding: Encoding) -> Velocity:
             def prefill(past: PrefixKV = PrefixKV(), texts: int = 0, pictures: int = 0) -> PrefixKV:
@@ -251,11 +253,11 @@ class Pipeline:
                 return transformer.prefill(encoding.states[:, texts:], slots, latents[pictures:], past)
 
             if self.kv_cache == "off":
-                return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefill())
+                return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefill(), workspace=workspace)
             items = prefix_items(encoding.keys, encoding.image_slots, [(*one.shape[2:], digest) for digest, one in references])
             with self._stage("prefill", report):
                 prefix = held.enter_context(self.cache.prefix((str(self.dtype), *loras), items, prefill))
-            return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefix)
+            return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefix, workspace=workspace)
 
         before = replace(self.cache.statistics)
         positive, *negative = map(branch, encodings)

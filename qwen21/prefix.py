@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from . import kernels
+
 PRECISIONS = ("default", "fp8_v", "fp8_kv")
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class StoredTensor:
     @classmethod
     def quantized(cls, x: torch.Tensor) -> "StoredTensor":
         """`x` (1, heads, tokens, head_dim), any float dtype, in FP8 E4M3 with the largest value of each token and head at its maximum."""
-        scale = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
-        return cls((x.float() / scale).to(FP8), scale)
+        values, scale, _ = kernels.quantize_rows(x)
+        return cls(values, scale[..., None])
 
     @property
     def nbytes(self) -> int:
@@ -33,22 +33,29 @@ class StoredTensor:
 
     def slice(self, start: int, stop: int) -> "StoredTensor":
         """Tokens `start` to `stop`, in memory of their own."""
-        return StoredTensor(*(x if x is None else x[:, :, start:stop].clone() for x in (self.values, self.scale)))
+        return StoredTensor(*(x if x is None else _copied(x[:, :, start:stop], x.is_pinned()) for x in (self.values, self.scale)))
 
     def to(self, device: torch.device) -> "StoredTensor":
         """On `device`; in pinned memory if that is the host of a GPU, so that copies can overlap computing."""
         return StoredTensor(*(x if x is None else _moved(x, device) for x in (self.values, self.scale)))
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """As it was stored, on `device` and in `dtype`."""
-        values = self.values.to(device, non_blocking=True)
-        return values if self.scale is None else (values.float() * self.scale.to(device, non_blocking=True)).to(dtype)
+    def write(self, out: torch.Tensor) -> None:
+        """As it was stored, to each row of `out` (batch, heads, tokens, head_dim), which may lie on another device."""
+        values = self.values.to(out.device, non_blocking=True)
+        if self.scale is None:
+            out.copy_(values)
+        else:
+            kernels.widen(values, self.scale.to(out.device, non_blocking=True), out)
 
 
 def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu" and x.device.type == "cuda":
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
-    return x.to(device)
+    return _copied(x, pinned=True) if device.type == "cpu" and x.device.type == "cuda" else x.to(device)
+
+
+def _copied(x: torch.Tensor, pinned: bool) -> torch.Tensor:
+    """A contiguous copy, where `x` is or in pinned host memory."""
+    device = torch.device("cpu") if pinned else x.device
+    return torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=pinned).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -84,10 +91,23 @@ class KVPart:
 
     def quantized(self, precision: str) -> "KVPart":
         """Stored in `precision`, one of PRECISIONS: V, or K and V, in FP8."""
-        if precision == "default":
-            return self
-        fp8_k = precision == "fp8_kv"
-        return KVPart(tuple((StoredTensor.quantized(k.values) if fp8_k else k, StoredTensor.quantized(v.values)) for k, v in self.layers), self.dtype)
+        return KVPart(tuple(_in_precision(*pair, precision) for pair in self.layers), self.dtype)
+
+
+def _in_precision(k: StoredTensor, v: StoredTensor, precision: str) -> tuple[StoredTensor, StoredTensor]:
+    return StoredTensor.quantized(k.values) if precision == "fp8_kv" else k, v if precision == "default" else StoredTensor.quantized(v.values)
+
+
+def divide(layers: list[tuple[StoredTensor, StoredTensor]], lengths: Sequence[int], precision: str, devices: Sequence[torch.device]) -> list[KVPart]:
+    """Parts of `lengths` tokens in memory of their own, in `precision` and on `devices`. Empties `layers`, so that only one layer is ever held twice."""
+    dtype, parts = layers[0][0].values.dtype, [[] for _ in lengths]
+    while layers:
+        pair, start = layers.pop(0), 0
+        for part, length, device in zip(parts, lengths, devices):
+            piece = pair if len(parts) == 1 else (x.slice(start, start + length) for x in pair)
+            part.append(tuple(x.to(device) for x in _in_precision(*piece, precision)))
+            start += length
+    return [KVPart(tuple(part), dtype) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -104,14 +124,3 @@ class PrefixKV:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-    def join(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of `layer` with `k` and `v` (batch, heads, tokens, head_dim) behind them, on their device."""
-        stored = [part.layers[layer] for part in self.parts]
-        return _join([pair[0] for pair in stored], k), _join([pair[1] for pair in stored], v)
-
-
-def _join(stored: Sequence[StoredTensor], last: torch.Tensor) -> torch.Tensor:
-    if not stored:
-        return last
-    return torch.cat([*(x.load(last.device, last.dtype).expand(len(last), -1, -1, -1) for x in stored), last], dim=2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from .prefix import KVPart, PrefixKV
+from .prefix import KVPart, PrefixKV, divide
 from .prefix_tree import Item, Match, PrefixTree
 from .sequence import Segment, prefix_segments
 
@@ -98,17 +98,16 @@ class PrefixCache:
         if whole.device.type == "cuda":
             torch.cuda.synchronize(whole.device)  # so that the seconds are the device's
         self.statistics.seconds += time.perf_counter() - began
-        parts, start = [], 0
-        for item in rest:
-            stop = start + item.segment.length
-            part = whole if item.segment.length == whole.tokens else whole.slice(start, stop)
-            parts.append(self._placed(part.quantized(self.precision)))
-            start = stop
-        return parts
+        layers, device = list(whole.layers), whole.device
+        lengths = [item.segment.length for item in rest]
+        devices = [self._place(device, whole.nbytes * length // whole.tokens) for length in lengths]
+        del whole
+        return divide(layers, lengths, self.precision, devices)
 
-    def _placed(self, part: KVPart) -> KVPart:
-        on_host = self.placement == "cpu" or (self.placement == "auto" and self.room(part.device) < 2 * part.nbytes)
-        return part.to(torch.device("cpu")) if on_host else part
+    def _place(self, device: torch.device, nbytes: int) -> torch.device:
+        """Where to keep that much of what was computed on `device`."""
+        on_host = self.placement == "cpu" or (self.placement == "auto" and self.room(device) < 2 * nbytes)
+        return torch.device("cpu") if on_host else device
 
     def since(self, before: CacheStatistics) -> CacheStatistics:
         """What happened since `before`, a copy of `statistics` made then."""

@@ -6,20 +6,25 @@ values once, `denoise` runs the target's tokens against them, once a step. Param
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 
+from . import kernels
 from .attention import Attention, full_attention, prefix_attention
 from .config import TransformerConfig
 from .errors import Qwen21Error
+from .fp8 import takes_rows
+from .kernels import Fp8Rows
 from .prefix import KVPart, PrefixKV
-from .rope import apply_rotary, rotary_table
+from .rope import rotary_table
 from .sequence import Segment, positions, prefix_segments
+from .workspace import Workspace
 
 TIME_CHANNELS = 256
 TIME_PERIOD = 10000
@@ -87,8 +92,17 @@ class TimeEmbedding(nn.Module):
         return self.timestep_embedder(torch.cat([angles.cos(), angles.sin()], dim=-1).to(t.dtype))
 
 
+class Attend(Protocol):
+    """What to do with a block's projections, each (batch, tokens, heads, head_dim): norm, rotate, attend.
+
+    Returns (batch, heads, tokens, head_dim).
+    """
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: "SelfAttention") -> torch.Tensor: ...
+
+
 class SelfAttention(nn.Module):
-    """Projections and per-head norms around whatever `attend` does; it owns neither positions nor keys of other tokens."""
+    """Projections around whatever `attend` does; it owns neither positions nor keys of other tokens."""
 
     def __init__(self, config: TransformerConfig, operations, **factory):
         super().__init__()
@@ -98,15 +112,15 @@ class SelfAttention(nn.Module):
         self.norm_q, self.norm_k = (operations.RMSNorm(config.attention_head_dim, eps=config.eps, **factory) for _ in range(2))
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        return rearrange(x, "batch tokens (heads dim) -> batch heads tokens dim", heads=self.heads)
+        return rearrange(x, "batch tokens (heads dim) -> batch tokens heads dim", heads=self.heads)
 
-    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (normed, not yet rotated) and V of `x` (batch, tokens, dim), each (batch, heads, tokens, head_dim)."""
-        return self.norm_k(self._split(self.to_k(x))), self._split(self.to_v(x))
+    def keys_values(self, x: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (neither normed nor rotated) and V of `x` (batch, tokens, dim), each (batch, tokens, heads, head_dim)."""
+        return self._split(self.to_k(x)), self._split(self.to_v(x))
 
-    def forward(self, x: torch.Tensor, attend: Attention) -> torch.Tensor:
-        """`x` and the result (batch, tokens, dim). `attend` rotates the queries and keys it is given, and attends."""
-        out = attend(self.norm_q(self._split(self.to_q(x))), *self.keys_values(x))
+    def forward(self, x: torch.Tensor | Fp8Rows, attend: Attend) -> torch.Tensor:
+        """`x` and the result (batch, tokens, dim)."""
+        out = attend(self._split(self.to_q(x)), *self.keys_values(x), self)
         return self.to_out[0](rearrange(out, "batch heads tokens dim -> batch tokens (heads dim)"))
 
 
@@ -119,8 +133,8 @@ class SwiGLU(nn.Module):
         self.gate_layer, self.proj = (operations.Linear(config.dim, hidden, bias=False, **factory) for _ in range(2))
         self.out = operations.Linear(hidden, config.dim, bias=False, **factory)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(F.silu(self.gate_layer(x)) * self.proj(x))
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        return self.out(kernels.swiglu(self.gate_layer(x), self.proj(x), takes_rows(self.out)))
 
 
 class Block(nn.Module):
@@ -134,13 +148,18 @@ class Block(nn.Module):
 
     def keys_values(self, x: torch.Tensor, modulation: Modulation) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` would hand to its `attend` as keys and values, without the rest of the block."""
-        return self.attn.keys_values(self.img_norm1(x) * modulation.scale1)
+        return self.attn.keys_values(self._attention_input(x, modulation))
 
-    def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
-        x = x + modulation.gate1 * self.attn(self.img_norm1(x) * modulation.scale1, attend)
-        x = x + modulation.gate2 * self.img_mlp(self.img_norm2(x) * modulation.scale2)
+        branch = self.attn(self._attention_input(x, modulation), attend)
+        fp8 = takes_rows(self.img_mlp.gate_layer, self.img_mlp.proj)
+        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2, fp8)
+        x = kernels.residual(x, self.img_mlp(normed), modulation.gate2)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+    def _attention_input(self, x: torch.Tensor, modulation: Modulation) -> torch.Tensor | Fp8Rows:
+        return kernels.norm_scale(x, self.img_norm1, modulation.scale1, takes_rows(self.attn.to_q, self.attn.to_k, self.attn.to_v))
 
 
 class Hooks:
@@ -149,6 +168,11 @@ class Hooks:
     def embedded(self, x: torch.Tensor) -> torch.Tensor:
         """The embedded tokens (batch, tokens, dim) before the first block."""
         return x
+
+    @property
+    def sees_attention(self) -> bool:
+        """Whether `attention` does anything. If not it is not called, and norm and rotation are one kernel."""
+        return type(self).attention is not Hooks.attention
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values (batch, heads, tokens, head_dim) of these tokens, normed, before rotation."""
@@ -168,7 +192,32 @@ class FinalNorm(nn.Module):
         self.norm = operations.LayerNorm(config.dim, eps=config.eps, elementwise_affine=False, **factory)
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) * (1 + self.linear(F.silu(time)))[:, None]
+        return kernels.norm_scale(x, self.norm, (1 + self.linear(F.silu(time)))[:, None])
+
+
+def _place(
+    hooks: Hooks,
+    layer: int,
+    attn: SelfAttention,
+    rotary: torch.Tensor,
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor | None:
+    """Queries, keys and values (batch, tokens, heads, head_dim) through norm, hooks and rotation, to (batch, heads, tokens, head_dim): the
+    queries are returned, keys and values written to `keys` and `values`."""
+    norm_q, norm_k = attn.norm_q, attn.norm_k
+    if hooks.sees_attention:
+        k, v = kernels.place(k, norm_k, None), kernels.place(v, None, None)
+        hooked = hooks.attention(layer, k if q is None else kernels.place(q, norm_q, None), k, v)
+        hooked_q, k, v = (x.transpose(1, 2) for x in hooked)
+        q = None if q is None else hooked_q
+        norm_q = norm_k = None
+    kernels.place(k, norm_k, rotary, keys)
+    kernels.place(v, None, None, values)
+    return None if q is None else kernels.place(q, norm_q, rotary)
 
 
 class QwenImage21Transformer(nn.Module):
@@ -216,21 +265,29 @@ class QwenImage21Transformer(nn.Module):
         modulation = self._modulation(self.time_text_embed(x.new_zeros(1)))
         rotary = self._rotary(segments, past.position, x.device)
         past_tokens = past.tokens
+        own_shape = (1, self.config.num_attention_heads, x.shape[1], self.config.attention_head_dim)
         layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            layer = len(layers)
-            q, k, v = hooks.attention(layer, q, k, v)
-            layers.append((apply_rotary(k, rotary), v))
-            return prefix_attention(apply_rotary(q, rotary), *past.join(layer, *layers[layer]), segments, past_tokens, attention)
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: SelfAttention) -> torch.Tensor:
+            layer, own = len(layers), (k.new_empty(own_shape), v.new_empty(own_shape))
+            layers.append(own)
+            q = _place(hooks, layer, attn, rotary, q, k, v, *own)
+            if reader is None:
+                return prefix_attention(q, *own, segments, 0, attention)
+            with reader.layer(layer) as room:
+                room.own_keys.copy_(own[0])
+                room.own_values.copy_(own[1])
+                return prefix_attention(q, room.keys, room.values, segments, past_tokens, attention)
 
-        for layer, block in enumerate(self.transformer_blocks[:-1]):
-            x = hooks.block(layer, lambda x, block=block: block(x, modulation, attend), x)
+        with Workspace().reading(past, own_shape, x) if past.parts else nullcontext() as reader:
+            for layer, block in enumerate(self.transformer_blocks[:-1]):
+                x = hooks.block(layer, lambda x, block=block: block(x, modulation, attend), x)
         # Nothing reads what the last block would make of the prefix: it needs no queries.
-        k, v = self.transformer_blocks[-1].keys_values(x, modulation)
-        _, k, v = hooks.attention(len(layers), k, k, v)
-        layers.append((apply_rotary(k, rotary), v))
-        return PrefixKV((*past.parts, KVPart.of(layers)), past.position + sum(segment.advance for segment in segments))
+        last = self.transformer_blocks[-1]
+        k, v = last.keys_values(x, modulation)
+        own = k.new_empty(own_shape), v.new_empty(own_shape)
+        _place(hooks, len(layers), last.attn, rotary, None, k, v, *own)
+        return PrefixKV((*past.parts, KVPart.of([*layers, own])), past.position + sum(segment.advance for segment in segments))
 
     def denoise(
         self,
@@ -239,11 +296,12 @@ class QwenImage21Transformer(nn.Module):
         prefix: PrefixKV,
         attention: Attention = full_attention,
         hooks: Hooks = Hooks(),
+        workspace: Workspace | None = None,
     ) -> torch.Tensor:
         """The flow-matching velocity of `target` (batch, 64, rows, columns), normalised latents in the dtype to compute in; same shape.
 
         `sigma` in [0, 1], one number or (batch,). Every row of the batch sees the same `prefix`, through unmasked `attention`; `hooks` see
-        the target's tokens.
+        the target's tokens. Steps of a run share a `workspace`.
         """
         self._check_latents("the target", target)
         batch, _, rows, columns = target.shape
@@ -251,15 +309,20 @@ class QwenImage21Transformer(nn.Module):
         t = (1000 * torch.as_tensor(sigma, dtype=torch.float32, device=target.device)).to(target.dtype).expand(batch) / 1000
         time = self.time_text_embed(t)
         modulation = self._modulation(time)
-        rotary = self._rotary([Segment.picture(rows, columns)], prefix.position, target.device)
+        workspace = workspace or Workspace()
+        grid = Segment.picture(rows, columns)
+        rotary = workspace.once((grid, prefix.position, target.device), lambda: self._rotary([grid], prefix.position, target.device))
         x = hooks.embedded(self.img_in(rearrange(target, "batch channels rows columns -> batch (rows columns) channels")))
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = hooks.attention(layer, q, k, v)
-            return attention(apply_rotary(q, rotary), *prefix.join(layer, apply_rotary(k, rotary), v))
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: SelfAttention) -> torch.Tensor:
+            with reader.layer(layer) as room:
+                q = _place(hooks, layer, attn, rotary, q, k, v, room.own_keys, room.own_values)
+                return attention(q, room.keys, room.values)
 
-        for layer, block in enumerate(self.transformer_blocks):
-            x = hooks.block(layer, lambda x, block=block, layer=layer: block(x, modulation, partial(attend, layer)), x)
+        own_shape = (batch, self.config.num_attention_heads, x.shape[1], self.config.attention_head_dim)
+        with workspace.reading(prefix, own_shape, x) as reader:
+            for layer, block in enumerate(self.transformer_blocks):
+                x = hooks.block(layer, lambda x, block=block, layer=layer: block(x, modulation, partial(attend, layer)), x)
         velocity = self.proj_out(self.norm_out(x, time))
         return rearrange(velocity, "batch (rows columns) channels -> batch channels rows columns", rows=rows)
 

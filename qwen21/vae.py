@@ -14,6 +14,7 @@ from torch import nn
 
 from .config import VAEConfig
 from .errors import Qwen21Error
+from .kernels import maps
 
 # How far a result of Decoder.up (in latent positions) and of Encoder.down (in pixels, rounded up to whole latents) can see. The
 # published depth: per level, two 3x3 convolutions a residual block, and one that changes the size.
@@ -51,9 +52,9 @@ class RMSNorm2d(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(channels, 1, 1, device=device, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        unit = F.normalize(x if x.dtype == torch.float32 else x.float(), dim=1).to(x.dtype)
-        return unit * x.shape[1] ** 0.5 * self.gamma.to(device=x.device, dtype=x.dtype)
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, silu: bool = False, in_place: bool = False) -> torch.Tensor:
+        """Adds `bias` before and applies SiLU after, if wanted; `x` may be written to if `in_place`."""
+        return maps.rms_norm(x, self.gamma, bias, silu, in_place)
 
 
 class ResidualBlock(nn.Module):
@@ -67,8 +68,9 @@ class ResidualBlock(nn.Module):
         self.conv_shortcut = operations.Conv2d(inputs, outputs, 1, **factory) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.conv1(F.silu(self.norm1(x)))
-        return self.conv2(F.silu(self.norm2(h))) + self.conv_shortcut(x)
+        h, bias = maps.convolve(self.conv1, self.norm1(x, silu=True))
+        h, bias = maps.convolve(self.conv2, self.norm2(h, bias, silu=True, in_place=True))
+        return maps.add(h, bias, self.conv_shortcut(x))
 
 
 class AttentionBlock(nn.Module):
@@ -162,10 +164,17 @@ class DownBlock(nn.Module):
         self.downsampler = nn.Identity() if last else Downsample(outputs, operations, **factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shortcut = self.avg_shortcut(x)
+        h = x
         for resnet in self.resnets:
-            x = resnet(x)
-        return self.downsampler(x) + shortcut
+            h = resnet(h)
+        return maps.averaged_add(*self.downsampled(h), self.avg_shortcut, x)
+
+    def downsampled(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The convolution's result and what of its bias is left to add."""
+        if isinstance(self.downsampler, nn.Identity):
+            return x, None
+        pad, conv = self.downsampler.resample
+        return maps.convolve(conv, pad(x))
 
 
 class UpBlock(nn.Module):
@@ -181,7 +190,7 @@ class UpBlock(nn.Module):
         h = x
         for resnet in self.resnets:
             h = resnet(h)
-        return h if self.upsampler is None else self.upsampler(h) + self.avg_shortcut(x)
+        return h if self.upsampler is None else maps.upsampled_add(self.upsampler.resample, h, self.avg_shortcut, x)
 
 
 class Encoder(nn.Module):
@@ -209,7 +218,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: torch.Tensor, tile: int | None = None) -> torch.Tensor:
         x = tiled(self.down, x, tile, ENCODER_HALO, 1 / 2 ** (len(self.down_blocks) - 1))
-        return self.conv_out(F.silu(self.norm_out(self.mid_block(x))))
+        return self.conv_out(self.norm_out(self.mid_block(x), silu=True, in_place=True))
 
 
 class Decoder(nn.Module):
@@ -232,7 +241,7 @@ class Decoder(nn.Module):
         """Everything after the middle: what only looks at a neighbourhood."""
         for block in self.up_blocks:
             x = block(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+        return self.conv_out(self.norm_out(x, silu=True, in_place=True))
 
     def forward(self, z: torch.Tensor, tile: int | None = None) -> torch.Tensor:
         return tiled(self.up, self.mid_block(self.conv_in(z)), tile, DECODER_HALO, 2 ** (len(self.up_blocks) - 1))
@@ -258,7 +267,7 @@ class QwenImage21VAE(nn.Module):
                 f"the VAE was given pixels of shape {tuple(pixels.shape)}, expected (batch, {self.config.in_channels}, height, width) with sides that "
                 f"are multiples of {ratio}: resize or pad the picture"
             )
-        return self.quant_conv(self.encoder(pixels, tile)).chunk(2, dim=1)
+        return self.quant_conv(self.encoder(maps.arranged(pixels), tile)).chunk(2, dim=1)
 
     def encode(self, pixels: torch.Tensor, tile: int | None = None) -> torch.Tensor:
         """Latents (batch, 64, height / 16, width / 16) of `pixels` (batch, 4, height, width) in [-1, 1]: the mode, NOT normalised.
@@ -276,7 +285,7 @@ class QwenImage21VAE(nn.Module):
             raise Qwen21Error(
                 f"the VAE was given latents of shape {tuple(latents.shape)}, expected (batch, {self.config.z_dim}, rows, columns): they come from another model"
             )
-        return self.decoder(self.post_quant_conv(latents), tile).clamp(-1, 1)
+        return self.decoder(self.post_quant_conv(maps.arranged(latents)), tile).clamp(-1, 1)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as `encode` gives them, to what the denoiser works on."""

@@ -1,12 +1,17 @@
 """Fixtures for every test: small random checkpoints, their parts, and pictures to put in."""
 
+import os
 import shutil
+
+import torch
+
+os.environ["TRITON_INTERPRET"] = str(int(not torch.cuda.is_available()))  # read when Triton is imported, which transformers does
+
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from PIL import Image, ImageFilter
 

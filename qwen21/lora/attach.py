@@ -5,7 +5,7 @@ weight's precision. Every other change makes a new weight: once, with the old on
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -27,14 +27,15 @@ def attach(model: nn.Module, loras: Sequence[tuple[Lora, float]]) -> Iterator[No
     """
     with ExitStack() as attached:
         for name, changes in by_weight(loras).items():
-            module = model.get_submodule(name)
-            if is_low_rank(changes):
-                attached.enter_context(branch(module, changes))
-            elif hasattr(module, "dequantized"):
-                attached.enter_context(_recomputed(module, changes))
-            else:
-                attached.enter_context(_replaced(module, changes))
+            attached.enter_context(attach_layer(model.get_submodule(name), changes))
         yield
+
+
+def attach_layer(module: nn.Module, changes: Changes) -> AbstractContextManager[None]:
+    """`attach` for one layer."""
+    if is_low_rank(changes):
+        return _branch(module, changes)
+    return _recomputed(module, changes) if hasattr(module, "dequantized") else _replaced(module, changes)
 
 
 def by_weight(loras: Sequence[tuple[Lora, float]]) -> Mapping[str, Changes]:
@@ -63,7 +64,7 @@ def changed(weight: torch.Tensor, changes: Changes) -> torch.Tensor:
 
 
 @contextmanager
-def branch(module: nn.Module, changes: Changes) -> Iterator[None]:
+def _branch(module: nn.Module, changes: Changes) -> Iterator[None]:
     """Add changes of low rank to what a linear layer gives, whatever its weight is made of."""
     handle = module.register_forward_hook(_Branch(changes))
     try:
@@ -110,10 +111,11 @@ def _replaced(module: nn.Module, changes: Changes) -> Iterator[None]:
     if weight.dtype.itemsize == 1 or not weight.is_floating_point():
         kind = str(weight.dtype).removeprefix("torch.")
         raise Qwen21Error(f"the LoRA changes whole weights, but the model's are stored as {kind}: take the checkpoint in bfloat16, or a LoRA of low rank")
-    device, kept = weight.device, weight.detach().cpu()
+    device = weight.device
     module.weight = nn.Parameter(changed(weight.detach().float(), changes).to(weight.dtype), requires_grad=False)
-    del weight  # its memory on the device
+    weight.data = weight.data.cpu()
     try:
         yield
     finally:
-        module.weight = nn.Parameter(kept.to(device), requires_grad=False)
+        weight.data = weight.data.to(device)
+        module.weight = weight

@@ -53,6 +53,8 @@ class LoraFile:
         path = Path(path)
         if not path.is_file():
             raise Qwen21Error(f"the LoRA {path} is not a file: give a .safetensors file")
+        if path.suffix.lower() not in (".safetensors", ".sft"):
+            raise Qwen21Error(f"the LoRA {path} is not safetensors, the only format read here: pickled files can run programs, convert it first")
         layers: dict[str, dict[str, torch.Tensor]] = {}
         unknown = []
         with open_safetensors(path) as file:
@@ -129,7 +131,10 @@ class LoraFile:
             blocks = left.pop("oft_blocks")
             if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
                 raise Qwen21Error(f"has rotations of shape {tuple(blocks.shape)}, expected (count, size, size)")
-            updates.append(Rotation(blocks, left.pop("rescale", None), alpha or 0.0))
+            rescale = left.pop("rescale", None)
+            if rescale is not None and rescale.numel() != place.shape[0]:
+                raise Qwen21Error(f"has a rescale of shape {tuple(rescale.shape)}, the model {place.shape}")
+            updates.append(Rotation(blocks, None if rescale is None else rescale.reshape(-1, 1), alpha or 0.0))
         if "difference" in left:
             updates.append(Difference(left.pop("difference")))
         if "replacement" in left:

@@ -50,7 +50,7 @@ class Update:
                 new[field.name] = value.with_tensors(tensors)
         return replace(self, **new)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Update":
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Update":
         return self.with_tensors(tensor.to(device, dtype) for tensor in self.tensors())
 
 

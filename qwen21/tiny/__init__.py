@@ -3,5 +3,4 @@
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "model"
-TRAINED = Path(__file__).parent / "trained"  # what a finished stage of training hands to the next: now the VAE
 TOKENIZER = Path(__file__).parent / "tokenizer.json"  # of the grammar

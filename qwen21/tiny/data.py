@@ -163,20 +163,24 @@ class Samples:
     """What is ready of a Store, on the device."""
 
     def __init__(self, store: Store, device: torch.device):
-        self.store, self.device, self.count = store, device, 0
+        self.store, self.device = store, device
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.pulled = 0
         self.tensors = [torch.zeros_like(t, device=device) for t in store.tensors]
 
     def pull(self) -> bool:
         """Copy what has become ready; whether that is all."""
         ready = self.store.ready
-        if ready > self.count:
+        if ready > self.pulled:
             for mine, theirs in zip(self.tensors, self.store.tensors):
-                mine[self.count : ready] = theirs[self.count : ready].to(self.device)
-            self.count = ready
+                mine[self.pulled : ready] = theirs[self.pulled : ready].to(self.device)
+            self.pulled = ready
+            self.count.fill_(ready)
         return ready == self.store.count
 
     def random(self, count: int) -> Batch:
-        index = torch.randint(0, self.count, (count,), device=self.device)
+        """`count` of those that are there, drawn on the device."""
+        index = (torch.rand(count, dtype=torch.float64, device=self.device) * self.count).long()
         return Batch(*(t[index] for t in self.tensors))
 
 

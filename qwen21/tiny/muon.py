@@ -27,16 +27,16 @@ class Muon:
         self.buffers = {shape: [torch.zeros_like(p) for p in group] for shape, group in self.groups.items()}
 
     @torch.no_grad()
-    def step(self, factor: float) -> None:
-        """`factor` of the full rate."""
+    def step(self, factor: torch.Tensor) -> None:
+        """`factor` () of the full rate."""
         rate = self.rate * factor
         for shape, group in self.groups.items():
             gradients = [p.grad for p in group]
             torch._foreach_lerp_(self.buffers[shape], gradients, 1 - self.momentum)
             update = torch.stack(torch._foreach_lerp(gradients, self.buffers[shape], self.momentum))
-            update = orthogonal(update).to(group[0].dtype) * max(1.0, shape[0] / shape[1]) ** 0.5
+            update = orthogonal(update).to(group[0].dtype) * (rate * max(1.0, shape[0] / shape[1]) ** 0.5)
             torch._foreach_mul_(group, 1 - rate * self.decay)
-            torch._foreach_add_(group, list(update.unbind(0)), alpha=-rate)
+            torch._foreach_sub_(group, list(update.unbind(0)))
 
     def reset(self) -> None:
         """Forget the momentum."""

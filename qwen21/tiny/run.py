@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ class Run:
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
             torch.backends.cuda.enable_cudnn_sdp(False)  # the memory-efficient kernel is the proven one with a mask
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         if self.size > 1:
             dist.init_process_group("nccl" if self.cuda else "gloo")
         self.out, self.started = Path(out), time.time()
@@ -43,17 +45,29 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.cuda)
 
-    def combine(self, parameters: list[nn.Parameter], most: float = 1.0) -> torch.Tensor:
-        """Gradients become their mean over the processes, clipped to a norm of `most`, or zero if not finite. Returns the norm before."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in gradients])
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """`function` as one CUDA graph: the same kernels on the same memory at every call, without Python between them. On a CPU, itself.
+
+        It is called a few times here, so that everything is compiled and allocated. It must not look at a value, and draws random numbers on the GPU.
+        """
+        if not self.cuda:
+            return function
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                function()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            function()
+        torch.cuda.synchronize()
+        return graph.replay
+
+    def average(self, gradient: torch.Tensor) -> None:
+        """Becomes its mean over the processes."""
         if self.size > 1:
-            dist.all_reduce(flat)
-            flat /= self.size
-        norm = flat.norm()
-        flat = torch.where(norm.isfinite(), flat * (most / (norm + 1e-6)).clamp(max=1), 0.0)
-        torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(flat.split([g.numel() for g in gradients]), gradients)])
-        return norm
+            dist.all_reduce(gradient)
+            gradient /= self.size
 
     def agree(self, value: float) -> float:
         """The first process's number, so that all stop, and slow down, at the same step."""
@@ -71,14 +85,6 @@ class Run:
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
-
-    def gather(self, value) -> list:
-        """Every process's value, for the first process."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], most: int = 15_000_000) -> None:
         """Write `name`.safetensors, or numbered pieces of at most `most` bytes."""
@@ -102,17 +108,37 @@ class Run:
         return {key: value for file in files for key, value in load_file(file).items()}
 
 
+def flat_gradient(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Zeros, of which every parameter's gradient becomes a piece: one tensor to average and to clip."""
+    sizes = [-(-p.numel() // 64) * 64 for p in parameters]  # aligned
+    flat = torch.zeros(sum(sizes), device=parameters[0].device)
+    for parameter, piece in zip(parameters, flat.split(sizes)):
+        parameter.grad = piece[: parameter.numel()].view_as(parameter)
+    return flat
+
+
+@torch.no_grad()
+def clip(gradient: torch.Tensor, most: float = 1.0) -> torch.Tensor:
+    """In place, to a norm of `most`, or to zero if not finite. Returns the norm before."""
+    norm = gradient.norm()
+    gradient.copy_(torch.where(norm.isfinite(), gradient * (most / (norm + 1e-6)).clamp(max=1), 0.0))
+    return norm
+
+
 class MovingAverage:
     """An exponential moving average of parameters, which starts short and grows to `decay`."""
 
     def __init__(self, parameters: list[nn.Parameter], decay: float):
-        self.parameters, self.decay, self.steps = parameters, decay, 0
+        self.parameters, self.decay = parameters, decay
+        self.steps = torch.zeros((), device=parameters[0].device)
         self.values = [p.detach().clone() for p in parameters]
 
     @torch.no_grad()
     def update(self) -> None:
         self.steps += 1
-        torch._foreach_lerp_(self.values, self.parameters, 1 - min(self.decay, self.steps / (self.steps + 10)))
+        change = torch._foreach_sub(self.parameters, self.values)
+        torch._foreach_mul_(change, 1 - (self.steps / (self.steps + 10)).clamp(max=self.decay))
+        torch._foreach_add_(self.values, change)
 
     @torch.no_grad()
     def swap(self) -> None:

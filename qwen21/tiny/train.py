@@ -7,7 +7,7 @@ of steps depends on the machine; the log beside the weights says how many there 
 import argparse
 from pathlib import Path
 
-from . import TRAINED
+from . import MODEL
 
 
 def main() -> None:
@@ -18,9 +18,7 @@ def main() -> None:
     vae.add_argument("--batch", type=int, default=48, help="pictures a step on each GPU")
     vae.add_argument("--start", type=Path, help="the folder of an earlier vae stage, to continue from its weights")
     joint = stages.add_parser("joint", help="denoiser and text encoder, then")
-    joint.add_argument(
-        "--vae", type=Path, default=TRAINED, help="the folder that the vae stage wrote, or a checkpoint folder; default: the VAE that was trained for it"
-    )
+    joint.add_argument("--vae", type=Path, default=MODEL, help="the folder that the vae stage wrote, or a checkpoint folder; default: the built-in one")
     joint.add_argument("--seconds", type=float, default=900)
     joint.add_argument("--rate", type=float, default=2e-3, help="of AdamW")
     joint.add_argument("--matrix-rate", type=float, default=0.02, help="of Muon")

@@ -4,12 +4,14 @@ The prefix (text and references) is modulated at t = 0 and computed once; a task
 against the same prefix. The VAE is frozen, its latents are computed once.
 """
 
+import functools
 import itertools
 import math
 import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,23 +23,32 @@ from ..sampling import initial_noise
 from ..schedule import dynamic_sigmas
 from ..vae import QwenImage21VAE
 from . import world
-from .batched import PLAIN_BLOCKS, Compiler, Denoiser, TextEncoder
+from .batched import PLAIN_BLOCKS, Compiler, Denoiser, TextEncoder, repeated
 from .data import Samples, Store, collate, fill, processes, to_patches, to_tokens
 from .evaluate import STEPS, Job, contact_sheet, draw_jobs, format_table, score_all, summarize
 from .layout import GRIDS, REFERENCE_TOKENS, ROOMS, Layouter
 from .models import new_text_encoder, new_transformer
 from .muon import Muon
 from .reader import templates
-from .run import MovingAverage, Run
+from .run import MovingAverage, Run, clip, flat_gradient
 from .tokens import load_tokenizer
 from .train_vae import new_vae
 
 # Samples kept, by room, in each process.
-COUNTS = {"t2i": 40_000, "edit": 27_000, "compose": 5_000, "large": 1_500}
-# What a step trains: (prompts, noise levels a prompt, weight); the others are added once in so many steps, uncompiled.
-EVERY_STEP = {"t2i": (192, 1, 0.4), "edit": (128, 2, 0.45)}
-SOMETIMES = {"compose": (32, 2, 0.4), "large": (24, 1, 0.2)}
-PERIOD = {"compose": (6, 0), "large": (12, 3)}  # every so many steps, beginning with
+COUNTS = {"t2i": 90_000, "edit": 60_000, "compose": 16_000, "large": 4_000}
+
+
+class Portion(NamedTuple):
+    """What a step trains of one room: prompts, noise levels a prompt, weight of the loss; every `period` steps, beginning with `first`."""
+
+    prompts: int
+    levels: int
+    weight: float
+    period: int = 1
+    first: int = 0
+
+
+PORTIONS = {"t2i": Portion(192, 1, 0.4), "edit": Portion(128, 2, 0.45), "compose": Portion(32, 2, 0.4, 3), "large": Portion(24, 1, 0.2, 8, 1)}
 SHIFT = 0.5  # mu of the schedule at 256 x 256
 
 
@@ -154,8 +165,8 @@ def train(
     arguments = (stores, 1 + 100 * seed + rank, processes(), new_encoder, max(8, round(250 * min(1.0, 10 * data))))
     filler = multiprocessing.get_context("fork").Process(target=fill, args=arguments)
     filler.start()
-    run = Run("joint", out, seed, seconds=seconds, end_at=end_at, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts=counts, every_step=EVERY_STEP,
-              sometimes=SOMETIMES, period=PERIOD, batch=batch)  # fmt: skip
+    run = Run("joint", out, seed, seconds=seconds, end_at=end_at, rate=rate, matrix_rate=matrix_rate, fall=fall, start=str(start or ""), counts=counts,
+              portions=PORTIONS, batch=batch)  # fmt: skip
     torch._dynamo.config.cache_size_limit = 64
     autoencoder, mean, std = load_vae(vae, run.device)
     samples = {name: Samples(store, run.device) for name, store in stores.items()}
@@ -174,10 +185,17 @@ def train(
     parameters = [p for _, p in named]
     matrices = [p for name, p in named if p.ndim == 2 and ("transformer_blocks." in name or "language_model.layers." in name)]
     chosen = {id(p) for p in matrices}
-    others = torch.optim.AdamW([p for p in parameters if id(p) not in chosen], lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=run.cuda)
+    pace = torch.ones((), device=run.device)  # factor of all rates
+    others_rate = torch.zeros((), device=run.device)
+    others = torch.optim.AdamW(
+        [p for p in parameters if id(p) not in chosen], lr=others_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=run.cuda, capturable=run.cuda
+    )
     muon = Muon(matrices, matrix_rate)
     average = MovingAverage(parameters, 0.9985)
     run.same_weights(parameters)
+    gradient = flat_gradient(parameters)
+    bad, norms = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
+    losses = {name: torch.zeros((), device=run.device) for name in PORTIONS}
     torch.manual_seed(1000 * seed + 7 + run.rank)
     blocks = Compiler(*(run.compile(function) for function in PLAIN_BLOCKS[:3]), PLAIN_BLOCKS.last_prefix_block)  # the last is small
 
@@ -186,105 +204,98 @@ def train(
         done = [s.pull() for s in samples.values()]
         return all(done)
 
-    def loss_of(name: str, count: int, levels: int, blocks: Compiler = blocks) -> torch.Tensor:
+    def add_gradient(name: str) -> None:
+        prompts, levels, share_of_loss, *_ = PORTIONS[name]
         with torch.no_grad():
-            b = samples[name].random(count)
-            clean = b.target.float().repeat_interleave(levels, dim=0)
+            b = samples[name].random(max(1, round(prompts * batch)))
+            clean = repeated(b.target.float(), levels)
             sigma, noise = draw_sigmas(len(clean), run.device), torch.randn_like(clean)
             s = sigma[:, None, None]
             noisy, wanted = (1 - s) * clean + s * noise, noise - clean
-            weight = denoiser.valid(b.target_grid, clean.shape[1]).repeat_interleave(levels, dim=0)[..., None].float()
+            weight = repeated(denoiser.valid(b.target_grid, clean.shape[1]), levels)[..., None].float()
         with run.autocast():
             prefix = denoiser.prefill(encoder(b, blocks), b, blocks)
             velocity = denoiser.denoise(noisy, sigma, b.target_grid, prefix, blocks)
-        return ((velocity.float() - wanted).square() * weight).sum() / (weight.sum() * 64)
+        loss = ((velocity.float() - wanted).square() * weight).sum() / (weight.sum() * 64)
+        (loss * share_of_loss).backward()
+        losses[name] += loss.detach()
 
-    def backward(step: int) -> dict[str, torch.Tensor]:
-        losses = {}
-        now = {name: how for name, how in SOMETIMES.items() if step % PERIOD[name][0] == PERIOD[name][1]}
-        for name, (count, levels, weight) in (EVERY_STEP | now).items():
-            loss = loss_of(name, max(1, round(count * batch)), levels, blocks if name in EVERY_STEP else PLAIN_BLOCKS)
-            (loss * weight).backward()
-            losses[name] = loss.detach()
-        return losses
+    def update() -> None:
+        norm = clip(gradient)
+        bad.add_(~norm.isfinite())
+        norms.add_(norm.nan_to_num(0, 0, 0))
+        others_rate.copy_(rate * pace)
+        others.step()
+        muon.step(pace)
+        gradient.zero_()
+        average.update()
 
-    def recover() -> None:
-        """Gradients have stopped being finite: go back to the averages, at half the rate."""
-        nonlocal rate
-        rate /= 2
-        muon.rate /= 2
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, average.values)
+    def forget() -> None:
+        """Momentum and the like, but no weight."""
         muon.reset()
-        others.state.clear()
-        run.log("recovered", step=step, rate=rate)
+        for state in others.state.values():
+            for value in state.values():
+                value.zero_()
 
     def keep() -> None:
         run.save("transformer", transformer.state_dict())
         run.save("text_encoder", text_model.state_dict())
 
     def judge(event: str, scale: float) -> None:
+        """Keep and score the averages; the first process alone."""
+        if run.rank:
+            return
         average.swap()
         keep()
         jobs = draw_jobs(scale)
-        mine = jobs[run.rank :: run.size]
-        pictures = BatchPainter(encoder, denoiser, autoencoder, mean, std, run)(mine)
-        scores = score_all(mine, pictures, pool)
-        gathered = run.gather([(jobs.index(job), p, s) for job, p, s in zip(mine, pictures, scores)])
+        pictures = BatchPainter(encoder, denoiser, autoencoder, mean, std, run)(jobs)
         average.swap()
-        if run.rank == 0:
-            rows = sorted((row for part in gathered for row in part), key=lambda row: row[0])
-            pictures, scores = [row[1] for row in rows], [row[2] for row in rows]
-            table = summarize(jobs, scores)
-            run.log(event, step=step, table=table)
-            print(format_table(table), flush=True)
-            contact_sheet(jobs, pictures, scores).save(run.out / "sheet.png", optimize=True)
+        scores = score_all(jobs, pictures, pool)
+        table = summarize(jobs, scores)
+        run.log(event, step=step, table=table)
+        print(format_table(table), flush=True)
+        contact_sheet(jobs, pictures, scores).save(run.out / "sheet.png", optimize=True)
 
     while any(store.ready < min(store.count, 256) for store in stores.values()):
         if not filler.is_alive() and filler.exitcode:
             raise RuntimeError("the process that makes the data failed")
         time.sleep(0.1)
     pull()
-    for index in (0, 3):  # compile before the clock starts
-        backward(index)
-    others.zero_grad(set_to_none=False)
-    for p in matrices:
-        p.grad = torch.zeros_like(p)
-    muon.step(0.0)
-    run.log(
-        "compiled",
-        parameters=sum(p.numel() for p in parameters),
-        samples={name: s.count for name, s in samples.items()},
-        gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0,
-    )
+    pace.zero_()
+    learn = {name: run.capture(functools.partial(add_gradient, name)) for name in PORTIONS}
+    gradient.zero_()
+    step_all = run.capture(update)
+    forget()
+    for counter in (average.steps, bad, norms, *losses.values()):
+        counter.zero_()
+    run.log("compiled", parameters=sum(p.numel() for p in parameters), samples={name: s.pulled for name, s in samples.items()},
+            gigabytes=round(torch.cuda.max_memory_allocated() / 1e9, 1) if run.cuda else 0)  # fmt: skip
     complete = pull()
-    begun, step, share = time.time(), 0, 0.0
-    bad, norms = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
+    begun, step, share, slower = time.time(), 0, 0.0, 1.0
     if end_at:
         seconds = run.agree(end_at - begun)
-    sums: dict[str, list[torch.Tensor]] = {}
     next_line, next_table, skipped, logged = 0.02, 1 / (tables + 1), 0, 0
+    trained = dict.fromkeys(PORTIONS, 0)  # steps since the last line of the log
     while True:
         if step % run.rhythm == 0:
             share = run.agree((time.time() - begun) / seconds)
         if share >= 1:
             break
-        for name, loss in backward(step).items():
-            sums.setdefault(name, []).append(loss)
-        norm = run.combine(parameters)
-        bad += ~norm.isfinite()
-        norms += norm.nan_to_num(0, 0, 0)
-        factor = min(1.0, (step + 1) / 200) * min(1.0, max(0.02, (1 - share) / fall))
-        others.param_groups[0]["lr"] = rate * factor
-        others.step()
-        muon.step(factor)
-        others.zero_grad(set_to_none=False)
-        torch._foreach_zero_([p.grad for p in matrices])
-        average.update()
+        for name, portion in PORTIONS.items():
+            if step % portion.period == portion.first:
+                learn[name]()
+                trained[name] += 1
+        run.average(gradient)
+        pace.fill_(slower * min(1.0, (step + 1) / 200) * min(1.0, max(0.02, (1 - share) / fall)))
+        step_all()
         step += 1
         if step % run.rhythm == 0:
-            if bad.item() >= run.rhythm:
-                recover()
+            if bad.item() >= run.rhythm:  # gradients have stopped being finite: go back to the averages, at half the rate
+                slower /= 2
+                with torch.no_grad():
+                    torch._foreach_copy_(parameters, average.values)
+                forget()
+                run.log("recovered", step=step, slower=slower)
             skipped += int(bad.item())
             bad.zero_()
         if not complete and step % 100 == 0:
@@ -292,12 +303,12 @@ def train(
             if complete:
                 run.log("data complete", step=step)
         if share > next_line:
-            losses = {name: round(torch.stack(values).mean().item(), 4) for name, values in sums.items()}
-            norm_mean = norms.item() / max(1, step - logged)
-            run.log("step", step=step, share=round(share, 3), seconds=round(time.time() - begun, 1), **losses, norm=round(norm_mean, 3), skipped=skipped)
-            sums.clear()
-            norms.zero_()
-            logged = step
+            means = {name: round(losses[name].item() / trained[name], 4) for name in PORTIONS if trained[name]}
+            norm = norms.item() / max(1, step - logged)
+            run.log("step", step=step, share=round(share, 3), seconds=round(time.time() - begun, 1), **means, norm=round(norm, 3), skipped=skipped)
+            for counter in (norms, *losses.values()):
+                counter.zero_()
+            trained, logged = dict.fromkeys(PORTIONS, 0), step
             next_line = max(next_line + 0.02, share)
         if share > next_table and tables:
             paused = time.time()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ..config import VAEConfig
 from ..vae import QwenImage21VAE, ResidualBlock, RMSNorm2d
 from . import world
-from .run import MovingAverage, Run
+from .run import MovingAverage, Run, clip
 
 CONFIG = VAEConfig(base_dim=16, decoder_base_dim=16, latents_mean=(0.0,) * 64, latents_std=(1.0,) * 64)
 SLOTS = 8
@@ -228,7 +228,11 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         trained = decoder if decoder_only else parameters
-        run.combine(trained)
+        gradient = torch.cat([p.grad.flatten() for p in trained])
+        run.average(gradient)
+        clip(gradient)
+        for p, piece in zip(trained, gradient.split([p.numel() for p in trained])):
+            p.grad.copy_(piece.view_as(p))
         optimizer.step()
         average.update()
         step += 1

@@ -1,6 +1,8 @@
 """What the prefix cache saves: work, memory and time, and what it costs in exactness.
 
-    python tests/bench/prefix_cache.py [--size small|full] [--device cpu|cuda] [--resolution 1024] [--steps 8] [--json]
+    python tests/bench/prefix_cache.py [--size small|full] [--device cpu|cuda] [--resolution 1024] [--steps 8] [--repeats 3] [--only times] [--json]
+
+On a GPU, prefixes kept in host memory are timed too: copied layer by layer when they are wanted, and a layer ahead of computing.
 
 Random weights: "small" is a toy of the same architecture in float32, "full" the published size in bfloat16 (14 GB). Text and latents are
 random, never zeros. Times are medians of runs in which the ways to do it take turns; only their ratios mean something elsewhere.
@@ -23,6 +25,7 @@ from qwen21.random_model import TRANSFORMER
 from qwen21.sampling import euler
 from qwen21.schedule import TURBO_SIGMAS, sigmas
 from qwen21.transformer import QwenImage21Transformer
+from qwen21.workspace import InlineCopies, Workspace
 
 REFERENCE_COUNTS = (1, 2, 4)
 INSTRUCTION, HEAD, GAP = 60, 4, 3  # text tokens: after the references, before the first, between two
@@ -89,7 +92,8 @@ class Bench:
         with self.use(cache, prompt):
             return cache.statistics.computed_tokens - before
 
-    def sample(self, prefix: PrefixKV, seed: int) -> torch.Tensor:
+    def sample(self, prefix: PrefixKV, seed: int, workspace: Workspace | None = None) -> torch.Tensor:
+        workspace = workspace or Workspace()
         tokens = self.side**2
         schedule = (
             sigmas("turbo", None, tokens, ScheduleConfig())
@@ -97,7 +101,7 @@ class Bench:
             else sigmas("dynamic", self.options.steps, tokens, ScheduleConfig())
         )
         noise = torch.randn(1, 64, self.side, self.side, generator=torch.Generator().manual_seed(seed)).to(self.device)
-        return euler(noise, schedule.to(self.device), lambda x, sigma: self.transformer.denoise(x.to(self.dtype), sigma, prefix))
+        return euler(noise, schedule.to(self.device), lambda x, sigma: self.transformer.denoise(x.to(self.dtype), sigma, prefix, workspace=workspace))
 
     def seconds(self, function) -> float:
         if self.device.type == "cuda":
@@ -158,31 +162,66 @@ def times(bench: Bench) -> list[dict]:
     rows = []
     for references in REFERENCE_COUNTS:
         first, changed = bench.prompt(references), bench.prompt(references, instruction=1)
-        cache = PrefixCache()
-        taken: dict[str, list[float]] = {}
-        for repeat in range(bench.options.repeats + 1):
-            for name, run in (
-                ("recomputed", lambda: bench.sample(bench.prefill(first)(), repeat)),
-                ("first run", lambda: _through(bench, cache, first, repeat, clear=True)),
-                ("another seed", lambda: _through(bench, cache, first, repeat + 100)),
-                ("another instruction", lambda: _through(bench, cache, changed, repeat)),
-            ):
-                if name == "another instruction":
-                    _forget(cache, changed)
-                seconds = bench.seconds(run)
-                if repeat:  # the first round warms up
-                    taken.setdefault(name, []).append(seconds)
-        base = statistics.median(taken["recomputed"])
-        rows += [
-            {"what": f"{references} references, {name}", "seconds": statistics.median(values), "ratio": statistics.median(values) / base}
-            for name, values in taken.items()
-        ]
+        cache = PrefixCache(placement="gpu")
+        ways = {
+            "recomputed": lambda seed: bench.sample(bench.prefill(first)(), seed),
+            "first run": lambda seed: _through(bench, cache, first, seed, clear=True),
+            "another seed": lambda seed: _through(bench, cache, first, seed + 100),
+            "another instruction": lambda seed: _through(bench, cache, changed, seed, forget=True),
+        }
+        rows += _in_turn(bench, references, ways)
     return rows
 
 
-def _through(bench: Bench, cache: PrefixCache, prompt: Prompt, seed: int, clear: bool = False) -> None:
+def host_times(bench: Bench) -> list[dict]:
+    """Seconds from a known prefix to latents, by where it is kept and how it is copied, and their ratio to keeping it on the device."""
+    rows = []
+    if bench.device.type == "cuda":
+        for precision, references in (("default", 1), ("default", 4), ("fp8_kv", 4)):
+            prompt = bench.prompt(references)
+            whole = bench.prefill(prompt)()
+            here = PrefixKV(tuple(part.quantized(precision) for part in whole.parts), whole.position)
+            there = PrefixKV(tuple(part.to(torch.device("cpu")) for part in here.parts), whole.position)
+            ways = {
+                f"{precision}, on the device": lambda seed: bench.sample(here, seed),
+                f"{precision}, on the device, not copied ahead": lambda seed: bench.sample(here, seed, Workspace(_inline)),
+                f"{precision}, on the host": lambda seed: bench.sample(there, seed),
+                f"{precision}, on the host, not copied ahead": lambda seed: bench.sample(there, seed, Workspace(_inline)),
+            }
+            rows += _in_turn(bench, references, ways, transferred=there.nbytes)
+    return rows
+
+
+def _inline(device: torch.device) -> InlineCopies:
+    return InlineCopies()
+
+
+def _in_turn(bench: Bench, references: int, ways: dict, **also) -> list[dict]:
+    """Medians of `ways` (name -> function of a seed) that take turns; the first is what the others are compared with, in latents too if they give them."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    latents = {}
+    for repeat in range(bench.options.repeats + 1):
+        for name, run in ways.items():
+            seconds = bench.seconds(lambda: latents.update({name: run(repeat)}))
+            if repeat:  # the first round warms up
+                taken[name].append(seconds)
+    base, *_ = ways
+    rows = []
+    for name, values in taken.items():
+        seconds = statistics.median(values)
+        row = {"what": f"{references} references, {name}", "seconds": seconds, "ratio": seconds / statistics.median(taken[base]), **also}
+        if latents[name] is not None and latents[base] is not None:
+            row["difference"] = float((latents[name] - latents[base]).abs().max() / latents[base].abs().max())
+        rows.append(row)
+    return rows
+
+
+def _through(bench: Bench, cache: PrefixCache, prompt: Prompt, seed: int, clear: bool = False, forget: bool = False) -> None:
+    """A run over the cache, emptied first, or without what it knows of the instruction."""
     if clear:
         cache.tree.clear()
+    if forget:
+        _forget(cache, prompt)
     with bench.use(cache, prompt) as prefix:
         bench.sample(prefix, seed)
 
@@ -194,6 +233,9 @@ def _forget(cache: PrefixCache, prompt: Prompt) -> None:
         del match.node.parent.children[match.node.item.keys[0]]
 
 
+MEASURES = {"exactness": exactness, "work": work, "memory": memory, "times": times, "host times": host_times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("small", "full"), default="small")
@@ -201,12 +243,13 @@ def main() -> None:
     parser.add_argument("--resolution", type=int, default=128, help="pixels of references and target, a multiple of 32")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=MEASURES, action="append", help="which of the measures to take, all without it")
     parser.add_argument("--json", action="store_true", help="a line of JSON a row")
     options = parser.parse_args()
     with torch.inference_mode():
         bench = Bench(options)
-        for name, measure in (("exactness", exactness), ("work", work), ("memory", memory), ("times", times)):
-            rows = measure(bench)
+        for name in options.only or MEASURES:
+            rows = MEASURES[name](bench)
             if not options.json:
                 print(f"\n{name}")
             for row in rows:
@@ -218,7 +261,7 @@ def main() -> None:
                     )
                 else:
                     values = "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items() if key != "what")
-                    print(f"  {row['what']:36} {values}")
+                    print(f"  {row['what']:56} {values}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_json_is_one_line_with_the_documented_fields(paint, tmp_path):
     run = paint("--json", "--image", tmp_path / "a b.png", "--cfg", 2, "--negative", "x", "--steps", 2)
     assert run.stdout.count("\n") == 1 and run.stdout.endswith("\n")
     report = json.loads(run.stdout)
-    assert report.keys() == {"outputs", "width", "height", "steps", "tokens", "seconds", "prefix", "notes", "device", "peak_memory_bytes"}
+    assert report.keys() == {"outputs", "width", "height", "steps", "tokens", "seconds", "prefix", "loras", "notes", "device", "peak_memory_bytes"}
     assert report["outputs"] == [str(paint.output)]
     assert (report["width"], report["height"], report["steps"], report["device"]) == (64, 64, 2, "cpu")
     assert report["tokens"].keys() == {"text", "negative text", "references", "target"}

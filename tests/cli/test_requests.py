@@ -118,7 +118,7 @@ def test_debug_shows_the_traceback_and_keeps_the_code(paint, tmp_path):
 
 
 def test_an_unforeseen_failure_is_one_line_too(paint, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise ZeroDivisionError("a\nb")
 
     monkeypatch.setattr("qwen21.commands.Checkpoint", fail)

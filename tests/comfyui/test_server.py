@@ -10,7 +10,7 @@ from comfyui.install import REPOSITORY
 from comfyui.server import Finished
 from PIL import Image
 
-NODES = ("Qwen21Loader", "Qwen21Encode", "Qwen21ReferenceLatents", "Qwen21Sampler", "Qwen21Decode", "Qwen21Schedule", "Qwen21PrefixCache")
+NODES = ("Qwen21Loader", "Qwen21Lora", "Qwen21Encode", "Qwen21ReferenceLatents", "Qwen21Sampler", "Qwen21Decode", "Qwen21Schedule", "Qwen21PrefixCache")
 WORKFLOWS = sorted((REPOSITORY / "workflows/api").glob("*.json"))
 PREVIEW_MESSAGES, TEXT_MESSAGE = (1, 4), 3  # ComfyUI's kinds of binary messages
 
@@ -66,6 +66,7 @@ def test_node_ids_and_inputs_stay(information):
     inputs = {node: {name for group in ("required", "optional") for name in information[node]["input"].get(group, {})} for node in NODES}
     assert inputs == {
         "Qwen21Loader": {"checkpoint", "text_encoder", "vae", "weight_dtype"},
+        "Qwen21Lora": {"model", "lora", "strength"},
         "Qwen21Encode": {"clip", "prompt", "negative_prompt", "size_policy", "resolution", "images"},
         "Qwen21ReferenceLatents": {"positive", "negative", "vae", "canvas", "width", "height", "batch_size"},
         "Qwen21Sampler": {"model", "positive", "negative", "latent", "seed", "steps", "cfg", "schedule", "sampler_name", "denoise", "cfg_until"},
@@ -75,6 +76,7 @@ def test_node_ids_and_inputs_stay(information):
     }
     outputs = {node: information[node]["output"] for node in NODES}
     assert outputs["Qwen21Loader"] == ["MODEL", "CLIP", "VAE"] and outputs["Qwen21Sampler"] == ["LATENT", "STRING"]
+    assert outputs["Qwen21Lora"] == ["MODEL", "STRING"]
     assert outputs["Qwen21Encode"] == ["CONDITIONING"] * 2 and outputs["Qwen21ReferenceLatents"] == ["CONDITIONING", "CONDITIONING", "LATENT"]
     assert outputs["Qwen21Decode"] == ["IMAGE", "MASK", "IMAGE"] and outputs["Qwen21Schedule"] == ["SIGMAS", "MODEL"]
 

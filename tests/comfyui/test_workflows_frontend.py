@@ -17,7 +17,7 @@ from PIL import Image
 FRONTEND = Path(__file__).parent / "frontend"
 WORKFLOWS = sorted((REPOSITORY / "workflows").glob("*.json"))
 NAMES = [file.stem for file in WORKFLOWS]
-NODES = ["Qwen21Loader", "Qwen21Encode", "Qwen21ReferenceLatents", "Qwen21Sampler", "Qwen21Decode", "Qwen21Schedule", "Qwen21PrefixCache"]
+NODES = ["Qwen21Loader", "Qwen21Lora", "Qwen21Encode", "Qwen21ReferenceLatents", "Qwen21Sampler", "Qwen21Decode", "Qwen21Schedule", "Qwen21PrefixCache"]
 RUN = "text_to_image"
 PICTURE = "example.png"
 

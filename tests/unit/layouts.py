@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from qwen21.workspace import Workspace
+
 Grid = tuple[int, int]
 
 
@@ -64,5 +66,11 @@ seeds = st.integers(0, 2**16)
 
 def joined(prefix) -> list[torch.Tensor]:
     """Keys and values of the whole prefix, layer by layer: (1, heads, tokens, head_dim)."""
-    empty = prefix.parts[0].layers[0][0].values[:, :, :0].to(prefix.parts[0].dtype)
-    return [tensor for layer in range(len(prefix.parts[0].layers)) for tensor in prefix.join(layer, empty, empty)]
+    first = prefix.parts[0].layers[0][0].values
+    _, heads, _, dim = first.shape
+    tensors = []
+    with Workspace().reading(prefix, (1, heads, 0, dim), first.new_empty(0, dtype=prefix.parts[0].dtype)) as reader:
+        for layer in range(len(prefix.parts[0].layers)):
+            with reader.layer(layer) as room:
+                tensors += [room.keys.clone(), room.values.clone()]
+    return tensors

@@ -48,7 +48,7 @@ def random_factors(model: nn.Module, layers=LAYERS, rank: int = RANK, seed: int 
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> Path:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"} | metadata)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"} | metadata)
     return path
 
 

@@ -61,9 +61,11 @@ def applied(transformer):
 
     def run(path, strength: float = 1.0, model: nn.Module = transformer) -> torch.Tensor:
         plain, before = velocity(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        parameters = dict(model.named_parameters())
         with attach(model, [(fitted(path, model), strength)]):
             found = velocity(model)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
         assert torch.equal(velocity(model), plain)
         assert (found - plain).norm() > 1e-3 * plain.norm() or strength == 0
         return found
@@ -422,6 +424,7 @@ PAIR = {f"{ATTENTION}.lora_A.weight": torch.ones(2, WIDTH), f"{ATTENTION}.lora_B
         ({f"{ATTENTION}.lora_A.weight": torch.full((2, WIDTH), float("nan")), f"{ATTENTION}.lora_B.weight": torch.ones(WIDTH, 2)}, "not finite"),
         ({f"{ATTENTION}.lora_A.weight": torch.ones(2, WIDTH).int(), f"{ATTENTION}.lora_B.weight": torch.ones(WIDTH, 2)}, "as int32, expected floating point"),
         ({f"{ATTENTION}.oft_blocks": torch.ones(2, 3, 4)}, "has rotations of shape"),
+        ({f"{ATTENTION}.oft_blocks": torch.ones(2, 4, 4), f"{ATTENTION}.rescale": torch.ones(3, 1)}, "has a rescale of shape"),
         ({f"{ATTENTION}.lokr_w1": torch.ones(2)}, "has a lokr_w1 of shape|lacks lokr_w2"),
         ({f"{ATTENTION}.hada_w1_a": torch.ones(WIDTH, 2)}, "lacks hada_w1_b"),
     ],

@@ -1,9 +1,13 @@
 """The prefix is immutable: no target changes it, it can be computed in parts, and nobody writes to it."""
 
+import weakref
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import grids, joined, layouts, picture, seeds, sigmas
+
+from qwen21.prefix import PRECISIONS, KVPart, divide
 
 
 def tensors(prefix) -> list[torch.Tensor]:
@@ -102,3 +106,19 @@ def test_size(transformer, layout):
     prefix = transformer.prefill(*layout.inputs())
     assert prefix.tokens == len(layout.blocks())
     assert prefix.nbytes == 2 * transformer.config.num_layers * prefix.tokens * transformer.config.dim * 4
+
+
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), precision=st.sampled_from(PRECISIONS))
+def test_dividing_keeps_every_token_and_frees_the_whole(lengths, precision):
+    whole = KVPart.of([tuple(torch.randn(1, 2, sum(lengths), 8) for _ in range(2)) for _ in range(3)])
+    layers, freed = list(whole.layers), weakref.ref(whole.layers[0][0])
+    expected = whole.quantized(precision)
+    parts = divide(layers, lengths, precision, [torch.device("cpu")] * len(lengths))
+    del whole
+    assert not layers and [part.tokens for part in parts] == lengths
+    assert sum(part.nbytes for part in parts) == expected.nbytes
+    for layer, pair in enumerate(expected.layers):
+        for half, stored in enumerate(pair):
+            assert torch.equal(torch.cat([part.layers[layer][half].values.float() for part in parts], dim=2), stored.values.float())
+    del expected, pair, stored
+    assert len(parts) == 1 or freed() is None

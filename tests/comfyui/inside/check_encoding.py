@@ -12,8 +12,8 @@ from graph import (
     differs,
     encode,
     equal,
-    folder,
     loaded,
+    opened,
     picture,
     prepared,
     references,
@@ -87,7 +87,7 @@ def check_forced_casts_give_the_same_states():
 
 def check_weights_of_another_precision_are_cast():
     """bfloat16 weights, float32 computation: ComfyUI's cast on use."""
-    clip = core("nodes.bridge_clip").load_clip(core("qwen21.checkpoint").Checkpoint(folder()), torch.bfloat16)
+    clip = core("nodes.bridge_clip").load_clip(opened(), torch.bfloat16)
     encoder = clip.cond_stage_model
     assert {parameter.dtype for parameter in encoder.model.parameters()} == {torch.bfloat16}
     found, _ = encode("a red star", "", {"image_1": picture()}, clip=clip)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from graph import call, close, core, differs, encode, folder, loaded, picture, prepared, samples
+from graph import call, close, core, differs, encode, folder, loaded, opened, picture, prepared, samples
 from safetensors.torch import load_file, save_file
 
 PARTS = {"transformer": ("transformer_blocks.", ".weight"), "text_encoder": ("model.language_model.layers.", "proj.weight")}
@@ -63,12 +63,24 @@ def check_quantised_denoiser():
         differs(found, exact, 1e-4, quantize.__name__)
 
 
+def check_denoiser_quantised_while_loading():
+    """As the same weights in a file, but for the layers outside the blocks."""
+    parts = prepared(pictures=1)
+    model = core("nodes.bridge_model").load_model(opened(), fp8=True)
+    found, exact = samples(model, *parts, steps=1), samples(loaded()[0], *parts, steps=1)
+    close(found, exact, 0.4)
+    differs(found, exact, 1e-4)
+    weights = {name: weight for name, weight in model.model.diffusion_model.named_parameters() if weight.ndim == 2}
+    quantised = {name for name, weight in weights.items() if "QuantizedTensor" in (type(weight).__name__, type(weight.data).__name__)}
+    assert quantised == {name for name in weights if name.startswith("transformer_blocks.")}
+
+
 def check_quantised_text_encoder():
     images = {"image_1": picture()}
     exact, _ = encode("a red star", "", images)
     for quantize in (fp8, int8, cast):
         with checkpoint_with("text_encoder", quantize) as name:
-            clip = core("nodes.bridge_clip").load_clip(core("qwen21.checkpoint").Checkpoint(folder(name)))
+            clip = core("nodes.bridge_clip").load_clip(opened(name))
             found, _ = encode("a red star", "", images, clip=clip)
         close(found[0][0], exact[0][0], 0.3, quantize.__name__)
         differs(found[0][0], exact[0][0], 1e-4, quantize.__name__)
@@ -76,9 +88,9 @@ def check_quantised_text_encoder():
 
 def check_the_core_alone_says_that_it_cannot_read_them():
     with checkpoint_with("transformer", int8) as name:
-        opened = core("qwen21.checkpoint").Checkpoint(folder(name))
+        made = opened(name)
         try:
-            opened.transformer(torch.device("cpu"), torch.float32)
+            made.transformer(torch.device("cpu"), torch.float32)
             raise AssertionError("quantised weights were taken for plain ones")
         except core("qwen21.errors").Qwen21Error as error:
             assert "quantised for ComfyUI" in str(error)

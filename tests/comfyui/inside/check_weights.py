@@ -336,7 +336,7 @@ def check_memory_estimate_counts_references_and_their_keys():
     assert shapes[1]["ref_latents"] == [1, 64, sum(one.shape[2] * one.shape[3] for one in pictures[0][1]["reference_latents"])]
     for shape in shapes:
         listed = {key: [value] for key, value in shape.items()}
-        kv = 2 * 4 * 128 * 4 * (shape["c_crossattn"][1] + shape.get("ref_latents", [0, 0, 0])[2])  # K and V, layers, width, float32
+        kv = 2 * (4 + 2) * 128 * 4 * (shape["c_crossattn"][1] + shape.get("ref_latents", [0, 0, 0])[2])  # K and V; layers and two of scratch, width, float32
         assert model.memory_required([1, 64, 6, 4], listed) == comfy.model_base.QwenImage.memory_required(model, [1, 64, 6, 4], listed) + kv
     with counted(type(model), "memory_required") as calls:
         samples(loaded()[0], *prepared(pictures=2))

@@ -106,6 +106,11 @@ def folder(checkpoint: str = "random") -> str:
     return f"{folder_paths.get_folder_paths('diffusers')[0]}/{checkpoint}"
 
 
+def opened(checkpoint: str = "random"):
+    """The core's Checkpoint of that folder."""
+    return core("qwen21.checkpoint").Checkpoint(folder(checkpoint))
+
+
 def encode(prompt: str = "a red star", negative: str = "", images: dict | None = None, policy: str = "official", resolution: int = 0, clip=None) -> tuple:
     """(positive, negative) of Encode. The checkpoint's native size is 64."""
     clip = clip or loaded()[1]
@@ -137,17 +142,17 @@ def samples(*args, **kwargs) -> torch.Tensor:
 
 @cache
 def core_transformer(checkpoint: str = "random"):
-    return core("qwen21.checkpoint").Checkpoint(folder(checkpoint)).transformer(torch.device("cpu"), torch.float32)
+    return opened(checkpoint).transformer(torch.device("cpu"), torch.float32)
 
 
 @cache
 def core_vae(checkpoint: str = "random"):
-    return core("qwen21.checkpoint").Checkpoint(folder(checkpoint)).vae(torch.device("cpu"), torch.float32)
+    return opened(checkpoint).vae(torch.device("cpu"), torch.float32)
 
 
 @cache
 def core_encoder(checkpoint: str = "random"):
-    return core("qwen21.checkpoint").Checkpoint(folder(checkpoint)).text_encoder(torch.device("cpu"), torch.float32)
+    return opened(checkpoint).text_encoder(torch.device("cpu"), torch.float32)
 
 
 def core_velocity(conditioning, transformer=None):
@@ -161,8 +166,8 @@ def core_velocity(conditioning, transformer=None):
 
 
 def core_sigmas(rows: int, columns: int, steps: int | None = 3, checkpoint: str = "random") -> torch.Tensor:
-    opened = core("qwen21.checkpoint").Checkpoint(folder(checkpoint))
-    return core("qwen21.schedule").sigmas("auto", steps, rows * columns, opened.schedule, opened.index.sample_sigmas)
+    made = opened(checkpoint)
+    return core("qwen21.schedule").sigmas("auto", steps, rows * columns, made.schedule, made.index.sample_sigmas)
 
 
 def core_noise(latent: dict, seed: int = 7) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""Linear layers in FP8 E4M3: weights with one scale an output channel, inputs with one a token, found as they come.
+
+Both scales put the largest value at FP8's maximum, so a product of two rows is exact up to the rounding of its factors (1 part in 16 each)
+and is summed in float32. The layers outside the blocks stay as they are: they cost next to nothing and every token passes through them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import kernels
+from .errors import Qwen21Error
+from .kernels import Fp8Rows
+
+SENSITIVE = ("img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out")
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer without bias, (..., inputs) to (..., outputs) in the dtype of its input. Takes rows that are in FP8 already."""
+
+    def __init__(self, weight: torch.Tensor):
+        """`weight` (outputs, inputs), any float dtype."""
+        super().__init__()
+        values, scales, _ = kernels.quantize_rows(weight)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+
+    def forward(self, x: "torch.Tensor | Fp8Rows") -> torch.Tensor:
+        values, scales, dtype = x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x)
+        if not values.is_cuda:  # the same numbers, for tests and figures
+            return F.linear(values.float() * scales[..., None], self.weight.float() * self.scales[:, None]).to(dtype)
+        out = torch._scaled_mm(
+            values.view(-1, values.shape[-1]),
+            self.weight.t(),
+            scale_a=scales.view(-1, 1),
+            scale_b=self.scales.view(1, -1),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return out.view(*values.shape[:-1], -1).to(dtype)
+
+
+def takes_rows(*layers: nn.Module) -> bool:
+    """Whether all of `layers` take Fp8Rows, so that what they share is quantised once."""
+    return all(isinstance(layer, Fp8Linear) for layer in layers)
+
+
+def quantize_linears(model: nn.Module, device: torch.device | None = None, sensitive: tuple[str, ...] = SENSITIVE) -> None:
+    """Replace every linear layer of `model` that is not inside a module of `sensitive` by an Fp8Linear, one by one. LoRA must be merged before.
+
+    With a `device` all of the model moves there, the layers after they were quantised, so that the unquantised model need not fit.
+    Raises Qwen21Error on a CUDA device that cannot multiply in FP8.
+    """
+    device = device or next(model.parameters()).device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < kernels.FP8_CAPABILITY:
+        raise Qwen21Error(f"{torch.cuda.get_device_name(device)} does not multiply in FP8, which takes an Ada, Hopper or newer GPU: use bfloat16")
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and not f"{name}.".startswith(tuple(f"{one}." for one in sensitive)):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, Fp8Linear(layer.weight.to(device)))
+    model.to(device)

@@ -1,0 +1,133 @@
+"""Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch.
+
+Plain PyTorch is what the reference does, operation by operation, rounding after each. A kernel reads and writes each tensor once and rounds
+once, at the end, so in half precision it is closer to float32, not equal to the bit. Nothing here multiplies matrices, and weights come in
+only where the module that holds them is PyTorch's own: a host's modules are called.
+"""
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..rope import apply_rotary
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+FP8_CAPABILITY = (8, 9)  # of the first CUDA devices that compute in it
+TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one that devices flush to zero
+
+
+def fusible(x: torch.Tensor) -> bool:
+    """Whether kernels take `x`: on the current CUDA device if Triton works there, bfloat16 or float32, without gradients. torch.compile makes its own."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
+        return False
+    return x.device.index == torch.cuda.current_device() and _works(x.device)  # kernels are launched on the current device
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """Triton needs a compiler on the machine and a device it knows: try, once."""
+    if find_spec("triton") is None:
+        return False
+    x = torch.ones(1, 16, device=device, dtype=torch.bfloat16)
+    try:
+        _fused().swiglu(x, x, fp8=False)
+    except Exception as error:
+        logging.warning("Triton does not work on %s, so kernels are not fused: %s", device, error)
+        return False
+    return True
+
+
+def _knows_fp8(x: torch.Tensor) -> bool:
+    """Whether kernels on the device of `x` can read and write FP8; PyTorch's own can everywhere."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY
+
+
+def _fused():
+    from . import fused
+
+    return fused
+
+
+class Fp8Rows(NamedTuple):
+    """A tensor (..., width) in FP8 E4M3, with a FP32 scale (...) for each row that puts its largest value at FP8's maximum; `dtype` is what it was in."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
+def norm_scale(x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    """norm(x) * scale: `x` (batch, tokens, width), `norm` without weights, `scale` (batch or 1, 1, width). With `fp8`, in rows for FP8 layers."""
+    if fusible(x):
+        return _result(*_fused().residual_norm(x, None, None, scale, norm.eps, fp8)[1:], x.dtype, fp8)
+    normed = norm(x) * scale
+    return quantize_rows(normed) if fp8 else normed
+
+
+def residual(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x + gate * branch: (batch, tokens, width), `gate` (batch or 1, 1, width)."""
+    if fusible(x):
+        return _fused().residual_norm(x, branch, gate, None, 0.0, fp8=False)[0]
+    return x + gate * branch
+
+
+def residual_norm_scale(
+    x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
+    """`residual`, and `norm_scale` of it."""
+    if fusible(x):
+        x, *normed = _fused().residual_norm(x, branch, gate, scale, norm.eps, fp8)
+        return x, _result(*normed, x.dtype, fp8)
+    x = x + gate * branch
+    return x, norm_scale(x, norm, scale, fp8)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    """silu(gate) * up, of one shape. With `fp8`, in rows for an FP8 layer."""
+    if fusible(gate):
+        return _result(*_fused().swiglu(gate, up, fp8), gate.dtype, fp8)
+    out = F.silu(gate) * up
+    return quantize_rows(out) if fp8 else out
+
+
+def quantize_rows(x: torch.Tensor) -> Fp8Rows:
+    """`x` (..., width), any float dtype, in FP8."""
+    if fusible(x) and _knows_fp8(x):
+        return Fp8Rows(*_fused().quantize_rows(x), x.dtype)
+    scales = x.float().abs().amax(dim=-1).clamp_min(TINY) / FP8_MAX
+    return Fp8Rows((x.float() / scales[..., None]).to(FP8), scales, x.dtype)
+
+
+def _result(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, fp8: bool) -> torch.Tensor | Fp8Rows:
+    return Fp8Rows(values, scales, dtype) if fp8 else values
+
+
+def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` (batch, tokens, heads, head_dim) normed over each head and rotated by `table` (tokens, head_dim / 2), where they are given.
+
+    Returns it as (batch, heads, tokens, head_dim): in `out`, or in memory of its own.
+    """
+    if fusible(x) and x.shape[-1].bit_count() == 1:
+        out = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) if out is None else out
+        if norm is not None and type(norm) is not nn.RMSNorm:
+            x, norm = norm(x), None
+        _fused().place(x, *((None, 0.0) if norm is None else (norm.weight, norm.eps)), table, out)
+        return out
+    x = x.transpose(1, 2)
+    x = x if norm is None else norm(x)
+    x = x if table is None else apply_rotary(x, table)
+    return x if out is None else out.copy_(x)
+
+
+def widen(values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """FP8 `values` (1, heads, tokens, head_dim) times `scale` (1, heads, tokens, 1), in float32 and rounded to `out` (batch, heads, tokens, head_dim)."""
+    if fusible(out) and _knows_fp8(out) and values.shape[-1].bit_count() == 1:
+        _fused().widen(values, scale, out)
+        return out
+    return out.copy_(values.float() * scale)

@@ -1,0 +1,82 @@
+"""Steps of the autoencoder around its convolutions, on feature maps (batch, channels, rows, columns), as kernels or in plain PyTorch.
+
+Tensor cores want a position's channels together in memory (channels_last). PyTorch's own norms and shortcuts are slow there, so the format
+is chosen only where the kernels run. They also take over the bias of a convolution that PyTorch would add in a pass of its own; a host's
+convolutions are called as they are.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+from .. import kernels
+
+NORM_EPS = 1e-12  # F.normalize's
+
+
+def arranged(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the memory format that suits its device."""
+    return x.contiguous(memory_format=torch.channels_last) if kernels.fusible(x) else x
+
+
+def convolve(conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """conv(x), and the bias that is still to be added, None if it has been."""
+    if kernels.fusible(x) and type(conv) is nn.Conv2d:
+        return F.conv2d(x, conv.weight, None, conv.stride, conv.padding), conv.bias
+    return conv(x), None
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, bias: torch.Tensor | None = None, silu: bool = False, in_place: bool = False) -> torch.Tensor:
+    """x / |x| * sqrt(channels) * gamma over the channels, in fp32 for half types, then SiLU; `bias` comes first. May be written to `x` if `in_place`."""
+    gamma = gamma.to(device=x.device, dtype=x.dtype)
+    if kernels.fusible(x):
+        return _fused().rms_norm(x, gamma.contiguous(), bias, silu, NORM_EPS, in_place)
+    unit = F.normalize(x if x.dtype == torch.float32 else x.float(), dim=1).to(x.dtype)
+    x = unit * x.shape[1] ** 0.5 * gamma
+    return F.silu(x) if silu else x
+
+
+def add(x: torch.Tensor, bias: torch.Tensor | None, shortcut: torch.Tensor) -> torch.Tensor:
+    """x + bias + shortcut. May be written to `x`."""
+    return _fused().add(x, bias, shortcut) if kernels.fusible(x) else x + shortcut
+
+
+def averaged_add(x: torch.Tensor, bias: torch.Tensor | None, shortcut: nn.Module, large: torch.Tensor) -> torch.Tensor:
+    """x + bias + shortcut(large), a ChannelAverage. May be written to `x`."""
+    if kernels.fusible(x):
+        return _fused().averaged_add(x, bias, large, shortcut.factor, 2 if shortcut.temporal else 1)
+    return x + shortcut(large)
+
+
+def upsampled_add(upsample: nn.Sequential, x: torch.Tensor, shortcut: nn.Module, small: torch.Tensor) -> torch.Tensor:
+    """upsample(x) + shortcut(small): twice the size by repeating pixels and a 3x3 convolution, beside a ChannelRepeat.
+
+    The kernels' way convolves before the size is doubled: of the 3x3 taps on repeated pixels only 2x2 differ, other ones for each pixel of a
+    2x2 square. That takes 4/9 of the products.
+    """
+    if not kernels.fusible(x):
+        return upsample(x) + shortcut(small)
+    conv = upsample[1]
+    if type(conv) is not nn.Conv2d:
+        return _fused().upsampled_add(upsample(x), None, small, conv.out_channels, shortcut.frames, shortcut.repeats, phases=False)
+    y = F.conv2d(x, _phase_weights(conv.weight), padding=1)
+    return _fused().upsampled_add(y, conv.bias, small, conv.out_channels, shortcut.frames, shortcut.repeats, phases=True)
+
+
+def _phase_weights(weight: torch.Tensor) -> torch.Tensor:
+    """(outputs, inputs, 3, 3) to (4 outputs, inputs, 2, 2): for the pixels of a 2x2 square, row by row."""
+    summed = _phases(_phases(weight.float(), -2), -1)
+    return rearrange(summed, "b a o i t u -> (a b o) i t u").to(weight.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def _phases(weight: torch.Tensor, axis: int) -> torch.Tensor:
+    """Three taps along `axis` on repeated pixels are two on the pixels themselves; a new first axis for the first and the second of two repeats."""
+    before, here, after = weight.unbind(axis)
+    return torch.stack([torch.stack([before, here + after], axis), torch.stack([before + here, after], axis)])
+
+
+def _fused():
+    from . import fused_maps
+
+    return fused_maps

@@ -1,0 +1,180 @@
+"""What the steps of a run share: rotary tables, and scratch in which the keys and values of prefix and target lie side by side.
+
+Attention wants the keys of prefix and target in one tensor. Stored parts of a prefix belong to several prefixes and are never written to,
+so they are copied. A buffer for each layer that keeps its prefix would save that copy and hold every prefix twice (2 GiB more for a
+reference of 1024 x 1024 pixels and branch); concatenating in each layer makes the copy wait for the layer's keys, and the layer for the
+copy. Here a slot of scratch takes the prefix of one layer, the target's keys and values are written behind it, and on a CUDA device there
+are two slots: while one layer computes, the prefix of the next is copied into the other slot on a stream of its own, from wherever it is
+kept. For a prefix in host memory that is the prefetch which hides the transfer (pinned memory, as StoredTensor.to makes it); FP8 is widened on
+that stream too. So the scratch costs two layers of keys and values, whatever the depth of the model and the number of branches.
+
+Order on a CUDA device: a slot is filled after the attention that read it last (its `free` event), attention waits until its slot is
+filled (its `filled` event), and a call is not over before all copies are ordered before what follows: memory can be let go of without
+record_stream, which would hold it back as far as the host runs ahead.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from .prefix import PrefixKV
+
+
+class InlineCopies:
+    """One slot, filled when its layer is computed, in the same queue."""
+
+    slots = 1
+
+    def begin(self) -> None:
+        """A pass over the layers begins on the current stream."""
+
+    def wait_for_computing(self) -> None:
+        """Let copies that follow see everything computed so far."""
+
+    @contextmanager
+    def filling(self, slot: int) -> Iterator[None]:
+        """What is issued inside fills `slot`, once it is free."""
+        yield
+
+    def wait_until_filled(self, slot: int) -> None:
+        """Let what is computed from here on see `slot` filled."""
+
+    def free(self, slot: int) -> None:
+        """What was computed so far is all that reads `slot`."""
+
+    def end(self) -> None:
+        """Let what is computed from here on come after all copies."""
+
+
+class SideStreamCopies(InlineCopies):
+    """Two slots of a CUDA device, filled a layer ahead on a stream of their own."""
+
+    slots = 2
+
+    def __init__(self, device: torch.device):
+        self._side = _side_stream(device)
+        self._filled, self._free = ([torch.cuda.Event() for _ in range(self.slots)] for _ in range(2))
+        self.begin()
+
+    def begin(self) -> None:
+        self._computing = torch.cuda.current_stream(self._side.device)
+
+    def wait_for_computing(self) -> None:
+        self._side.wait_stream(self._computing)
+
+    @contextmanager
+    def filling(self, slot: int) -> Iterator[None]:
+        self._side.wait_event(self._free[slot])
+        with torch.cuda.stream(self._side):
+            yield
+        self._filled[slot].record(self._side)
+
+    def wait_until_filled(self, slot: int) -> None:
+        self._computing.wait_event(self._filled[slot])
+
+    def free(self, slot: int) -> None:
+        self._free[slot].record(self._computing)
+
+    def end(self) -> None:
+        self._computing.wait_stream(self._side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device, since the allocator keeps memory by stream."""
+    return torch.cuda.Stream(device)
+
+
+class Workspace:
+    """Made once a run and passed to every step of it; calls may differ in prefix, batch and size. Holds no result."""
+
+    def __init__(self, copies: Callable[[torch.device], InlineCopies] | None = None):
+        """`copies` says how slots are filled; None: a layer ahead where the device has streams."""
+        self._make_copies = copies or (lambda device: SideStreamCopies(device) if device.type == "cuda" else InlineCopies())
+        self._copies: InlineCopies | None = None
+        self._memory: torch.Tensor | None = None  # (slots, elements)
+        self._tables: dict[Hashable, torch.Tensor] = {}
+
+    def once(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` gave the first time it was asked for under `key`."""
+        if key not in self._tables:
+            self._tables[key] = make()
+        return self._tables[key]
+
+    @contextmanager
+    def reading(self, prefix: PrefixKV, own: Sequence[int], like: torch.Tensor) -> Iterator["PrefixReader"]:
+        """A pass over the layers of `prefix` with keys and values of shape `own` (batch, heads, tokens, head_dim) behind it; `like` gives device and dtype."""
+        if self._memory is None or (self._memory.device, self._memory.dtype) != (like.device, like.dtype):
+            self._copies, self._memory = self._make_copies(like.device), None
+        self._copies.begin()
+        batch, heads, tokens, dim = own
+        shape = (2, batch, heads, prefix.tokens + tokens, dim)  # K and V
+        slots, elements = self._copies.slots, math.prod(shape)
+        if self._memory is None or self._memory.shape[1] < elements:
+            self._memory = None  # let go of the smaller first
+            self._memory = like.new_empty(slots, elements)
+            self._copies.wait_for_computing()  # which may still use what the allocator gave
+        rooms = [self._memory[slot, :elements].view(shape) for slot in range(slots)]
+        try:
+            yield PrefixReader(prefix, rooms, self._copies)
+        finally:
+            self._copies.end()
+
+
+class Room(NamedTuple):
+    """Keys and values of one layer, (batch, heads, tokens, head_dim): all of them, and those behind the prefix, which are to be written."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    own_keys: torch.Tensor
+    own_values: torch.Tensor
+
+
+class PrefixReader:
+    """Hands out a prefix layer by layer, mostly in order; a layer may be left out or asked for again."""
+
+    def __init__(self, prefix: PrefixKV, rooms: Sequence[torch.Tensor], copies: InlineCopies):
+        """`rooms` (2, batch, heads, all tokens, head_dim), one a slot, of which nothing is known."""
+        self._prefix, self._rooms, self._copies = prefix, rooms, copies
+        self._layers = len(prefix.parts[0].layers) if prefix.parts else 0
+        self._tokens = prefix.tokens
+        self._held: list[int | None] = [None] * len(rooms)  # which layer's prefix a slot has
+        self._ready = False  # the copies come after what computed the parts on this device
+        self._fill(0)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Room]:
+        """Layer `index` with the prefix in place. Good inside the block only."""
+        slot = index % len(self._rooms)
+        self._fill(index)
+        if len(self._rooms) > 1:
+            self._fill(index + 1)
+        self._copies.wait_until_filled(slot)
+        keys, values = self._rooms[slot][0], self._rooms[slot][1]
+        if torch.is_grad_enabled():  # a backward pass reads them after the slot has changed
+            keys, values = keys.clone(), values.clone()
+        yield Room(keys, values, keys[:, :, self._tokens :], values[:, :, self._tokens :])
+        self._copies.free(slot)
+
+    def _fill(self, index: int) -> None:
+        """Put the prefix of layer `index` in its slot, unless it is there. What comes from another device needs no computing awaited."""
+        slot = index % len(self._rooms)
+        if index >= self._layers or self._held[slot] == index:
+            return
+        self._held[slot] = index
+        room = self._rooms[slot]
+        placed, start = [], 0
+        for part in self._prefix.parts:
+            placed.append((part, room[..., start : start + part.tokens, :]))
+            start += part.tokens
+        with self._copies.filling(slot):
+            for part, place in sorted(placed, key=lambda pair: pair[0].device == room.device):
+                if part.device == room.device and not self._ready:
+                    self._copies.wait_for_computing()
+                    self._ready = True
+                for stored, half in zip(part.layers[index], place):
+                    stored.write(half)

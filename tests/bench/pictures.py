@@ -1,0 +1,153 @@
+"""From prompt and pictures to RGBA, stage by stage, with every part at the published size.
+
+    python tests/bench/pictures.py [--size small|full] [--device cpu|cuda] [--only "text to image"] [--repeats 3] [--json]
+
+Random weights around the tiny checkpoint's tokenizer, so the pictures are noise and the work is the model's. "small" is the tiny checkpoint itself.
+A prompt is new in every run, and parts stay loaded; `seconds` leaves loading out. "text to image": 1024 x 1024, 40 steps. "edit": one
+reference, 8 Turbo steps, first with a new picture, then another prompt on it, then another seed.
+"""
+
+import argparse
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import torch
+from measuring import arguments, report
+from PIL import Image
+from torch import nn
+
+from qwen21.checkpoint import Checkpoint, meta_parameters
+from qwen21.config import TransformerConfig
+from qwen21.fp8 import quantize_linears
+from qwen21.pipeline import Pipeline, Report, Request
+from qwen21.transformer import QwenImage21Transformer
+
+WORDS = "a red star over two blue circles beside the green square under one yellow moon".split()
+WAYS = ("ours", "ours fp8")
+ENCODER = {
+    "text_config": {
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000, "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "num_heads": 16,
+        "intermediate_size": 4304,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "out_hidden_size": 4096,
+    },
+}
+
+
+class Published(Checkpoint):
+    """The published sizes, random weights; tokenizer and picture processor of the tiny checkpoint. With `fp8`, FP8 linear layers."""
+
+    def __init__(self, full: bool, fp8: bool):
+        super().__init__("tiny")
+        self.full, self.fp8 = full, fp8
+        if full:
+            self.index = replace(self.index, native_resolution=1024)
+            self.transformer_config = TransformerConfig()
+            self.vae_config = replace(self.vae_config, base_dim=96, decoder_base_dim=144)
+            self._encoder_config = self._encoder_config | {name: self._encoder_config[name] | changes for name, changes in ENCODER.items()}
+
+    def file_bytes(self, part: str) -> int:
+        return 0
+
+    def transformer(self, device: torch.device, dtype: torch.dtype) -> QwenImage21Transformer:
+        with meta_parameters():
+            model = QwenImage21Transformer(self.transformer_config)
+        self._fill(model, "transformer", device, dtype)
+        if self.fp8:
+            quantize_linears(model)
+        return model
+
+    def _fill(self, module: nn.Module, part: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        if not self.full:
+            return super()._fill(module, part, device, dtype)
+        torch.manual_seed(0)
+        for owner in module.modules():
+            for name, weight in owner.named_parameters(recurse=False):
+                made = torch.randn(weight.shape, device=device, dtype=dtype) * (weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1)
+                scale = name == "gamma" or (weight.ndim == 1 and name == "weight" and "Norm" in type(owner).__name__)
+                setattr(owner, name, nn.Parameter(made + float(scale), requires_grad=False))
+        return module.to(device).eval()
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.device = options, torch.device(options.device)
+        full = options.size == "full"
+        dtype = torch.bfloat16 if full else torch.float32
+        self.side = 1024 if full else 64
+        self.pipelines = {name: Pipeline(Published(full, "fp8" in name), self.device, dtype, keep=True) for name in WAYS}
+        self._prompts = 0
+
+    def prompt(self) -> str:
+        """Of about 60 words, with a beginning that none before it had."""
+        self._prompts += 1
+        return f"{self._prompts} " + " ".join(WORDS[(self._prompts * 7 + i * i) % len(WORDS)] for i in range(60))
+
+    def picture(self, seed: int) -> Image.Image:
+        levels = np.random.default_rng(seed).integers(0, 256, (self.side, self.side, 4), dtype=np.uint8)
+        return Image.fromarray(levels)
+
+    def seconds(self, way: str, seed: int = 0, **request) -> dict[str, float]:
+        """Of each stage but loading."""
+        made = Report()
+        for _ in self.pipelines[way].generate(Request(resolution=self.side, **request), [seed], made):
+            pass
+        return {stage: seconds for stage, seconds in made.seconds.items() if stage != "load"}
+
+
+def _rows(taken: dict[str, list[dict[str, float]]]) -> list[dict]:
+    """Medians of the runs after the first, which warms up; what the first took beside it."""
+    rows = []
+    for name, runs in taken.items():
+        stages = {stage: statistics.median(run[stage] for run in runs[1:]) for stage in runs[0]}
+        total = statistics.median(sum(run.values()) for run in runs[1:])
+        rows.append({"what": name, "seconds": total, "first_seconds": sum(runs[0].values()), **stages})
+    return rows
+
+
+def text_to_image(bench: Bench) -> list[dict]:
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    for seed in range(bench.options.repeats + 1):
+        for name in WAYS:
+            taken[name].append(bench.seconds(name, seed, prompt=bench.prompt(), schedule="dynamic", steps=bench.options.steps))
+    return _rows(taken)
+
+
+def edit(bench: Bench) -> list[dict]:
+    taken: dict[str, list[dict[str, float]]] = {}
+    for seed in range(bench.options.repeats + 1):
+        for name in WAYS:
+            pictures, first, other = [bench.picture(seed)], bench.prompt(), bench.prompt()
+            for what, prompt, number in (("new picture", first, 0), ("another prompt", other, 0), ("another seed", other, 1)):
+                taken.setdefault(f"{name}, {what}", []).append(bench.seconds(name, number, prompt=prompt, pictures=pictures, schedule="turbo"))
+    return _rows(taken)
+
+
+MEASURES = {"text to image": text_to_image, "edit": edit}
+
+
+def main() -> None:
+    parser = arguments("pictures", __doc__.splitlines()[0], MEASURES)
+    parser.add_argument("--steps", type=int, default=40, help="of text to image")
+    options = parser.parse_args()
+    bench = Bench(options)
+    for name in options.only or MEASURES:
+        report(options, name, MEASURES[name](bench))
+
+
+if __name__ == "__main__":
+    main()

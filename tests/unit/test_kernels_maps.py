@@ -1,0 +1,94 @@
+"""The autoencoder's Triton kernels against plain PyTorch: on a GPU if there is one, else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from qwen21 import kernels
+from qwen21.kernels import maps
+from qwen21.vae import ChannelAverage, ChannelRepeat
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """`both(function)`: its result with kernels and without, channels together for the first."""
+
+    def run(function, *tensors: torch.Tensor):
+        with monkeypatch.context() as patched, torch.inference_mode():
+            patched.setattr(kernels, "fusible", lambda x: True)
+            ours = function(*(x.clone().contiguous(memory_format=torch.channels_last) for x in tensors))
+        with monkeypatch.context() as patched, torch.inference_mode():
+            patched.setattr(kernels, "fusible", lambda x: False)
+            return ours, function(*(x.clone() for x in tensors))
+
+    return run
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.shape == theirs.shape and ((ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("channels", [12, 64])
+def test_norm(both, silu, in_place, channels):
+    gamma = random(channels, 1, 1, seed=1)
+    assert close(*both(lambda x: maps.rms_norm(x, gamma, None, silu, in_place), random(2, channels, 5, 3)))
+
+
+def test_norm_of_nothing_is_nothing(both):
+    ours, _ = both(lambda x: maps.rms_norm(x, torch.ones(8, 1, 1, device=DEVICE)), torch.zeros(1, 8, 2, 2, device=DEVICE))
+    assert not ours.any()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_and_the_bias_behind_it(both, bias):
+    conv = nn.Conv2d(8, 12, 3, padding=1, bias=bias, device=DEVICE)
+    gamma = random(12, 1, 1, seed=1)
+    assert close(*both(lambda x: maps.rms_norm(*_swapped(gamma, *maps.convolve(conv, x))), random(1, 8, 6, 5)))
+    assert close(*both(lambda x, shortcut: maps.add(*maps.convolve(conv, x), shortcut), random(1, 8, 6, 5), random(1, 12, 6, 5, seed=2)))
+
+
+def _swapped(gamma, x, bias):
+    return x, gamma, bias
+
+
+@pytest.mark.parametrize("temporal", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 8), (12, 6)])
+@pytest.mark.parametrize("host", [False, True])
+def test_upsampling(both, inputs, outputs, temporal, host):
+    class HostConv(nn.Conv2d):
+        pass
+
+    conv = (HostConv if host else nn.Conv2d)(outputs, outputs, 3, padding=1, device=DEVICE)
+    upsample = nn.Sequential(nn.Upsample(scale_factor=2.0, mode="nearest-exact"), conv)
+    shortcut = ChannelRepeat(inputs, outputs, temporal)
+    h, small = random(2, outputs, 3, 5), random(2, inputs, 3, 5, seed=1)
+    assert close(*both(lambda h, small: maps.upsampled_add(upsample, h, shortcut, small), h, small))
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "factor", "temporal"), [(8, 8, 2, False), (8, 16, 2, True), (8, 8, 2, True), (8, 8, 1, False), (8, 4, 1, False)])
+def test_averaging(both, inputs, outputs, factor, temporal):
+    shortcut, bias = ChannelAverage(outputs, factor, temporal), random(outputs, seed=2)
+
+    def run(x, large):
+        return maps.averaged_add(x if kernels.fusible(x) else x + bias[:, None, None], bias, shortcut, large)
+
+    assert close(*both(run, random(2, outputs, 3, 5), random(2, inputs, 3 * factor, 5 * factor, seed=1)))
+
+
+@pytest.mark.parametrize("tile", [None, 32])
+def test_the_whole_autoencoder(both, vae, tile):
+    vae.to(DEVICE)
+    ours, theirs = both(lambda pixels: vae.encode(pixels, tile), random(1, 4, 64, 32).clamp(-1, 1))
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    ours, theirs = both(lambda latents: vae.decode(latents, tile and tile // 16), theirs)
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
