@@ -46,6 +46,7 @@ class Checkpoint:
         tokenizer: Path | None = None,
     ):
         own = {"transformer": transformer, "text_encoder": text_encoder, "vae": vae}
+        own = {part: TINY_FOLDER if source == TINY else source for part, source in own.items()}
         if folder is None and None in own.values():
             missing = next(part for part, source in own.items() if source is None)
             raise Qwen21Error(f"there is no {missing}: name a Qwen-Image 2.1 folder, or a file for the {missing} too")

@@ -139,29 +139,42 @@ def _without_number(name: str) -> str:
 
 def table(found: dict) -> str:
     """`describe`'s object as lines of text."""
-    lines = [f"{found['source']}" + (f"  ({_size(found['bytes'])})" if found["bytes"] is not None else "")]
+    lines = [found["source"] + (f"  ({_size(found['bytes'])})" if found["bytes"] is not None else "")]
     for part in found["parts"]:
-        stored = ", ".join(f"{kind} {_count(count)}" for kind, count in part["stored_as"].items())
-        quantised = ", ".join(f"{layers} layers {kind}" for kind, layers in part["quantised_layers"].items())
-        prefix = f", names begin with {part['prefix']}" if part["prefix"] else ""
-        lines += ["", *_rows({
-            "part": part["part"],
-            "shape": part["shape"],
-            "layout": f"{part['layout']}{prefix}", "container": part["container"], "config": part["config"],
-            "parameters": _count(part["parameters"]), "stored as": stored, "quantised": quantised or "no",
-            "read by": " and ".join(f"the {reader}" for reader in part["read_by"]),
-            **({"turbo": f"yes, {len(part['sigmas'])} steps" if part["turbo"] else "no"} if "turbo" in part else {}),
-        })]  # fmt: skip
+        lines += ["", *_rows(_part_rows(part))]
     if found["lora"]:
-        lora = found["lora"]
-        lines += ["", *_rows({
-            "part": "LoRA", "layers": lora["layers"], "rank": ", ".join(f"{rank} ({count} layers)" for rank, count in lora["ranks"].items()) or "none",
-            "kinds": ", ".join(f"{count} {kind}" for kind, count in lora["kinds"].items()) or "unknown", "alpha": "yes" if lora["alpha"] else "no",
-            "targets": ", ".join(f"{name} ({count})" for name, count in lora["targets"].items()),
-            "fits": "Qwen-Image 2.1" if lora["fits"] else "no",
-        })]  # fmt: skip
-    lines += ["", *(f"problem: {problem}" for problem in found["problems"])] if found["problems"] else ["", "no problems found"]
-    return "\n".join(lines)
+        lines += ["", *_rows(_lora_rows(found["lora"]))]
+    problems = [f"problem: {problem}" for problem in found["problems"]] or ["no problems found"]
+    return "\n".join([*lines, "", *problems])
+
+
+def _part_rows(part: dict) -> dict[str, object]:
+    rows = {
+        "part": part["part"],
+        "shape": part["shape"],
+        "layout": part["layout"] + (f", names begin with {part['prefix']}" if part["prefix"] else ""),
+        "container": part["container"],
+        "config": part["config"],
+        "parameters": _count(part["parameters"]),
+        "stored as": ", ".join(f"{kind} {_count(count)}" for kind, count in part["stored_as"].items()),
+        "quantised": ", ".join(f"{layers} layers {kind}" for kind, layers in part["quantised_layers"].items()) or "no",
+        "read by": " and ".join(f"the {reader}" for reader in part["read_by"]),
+    }
+    if "turbo" in part:
+        rows["turbo"] = f"yes, {len(part['sigmas'])} steps" if part["turbo"] else "no"
+    return rows
+
+
+def _lora_rows(lora: dict) -> dict[str, object]:
+    return {
+        "part": "LoRA",
+        "layers": lora["layers"],
+        "rank": ", ".join(f"{rank} ({count} layers)" for rank, count in lora["ranks"].items()) or "none",
+        "kinds": ", ".join(f"{count} {kind}" for kind, count in lora["kinds"].items()) or "unknown",
+        "alpha": "yes" if lora["alpha"] else "no",
+        "targets": ", ".join(f"{name} ({count})" for name, count in lora["targets"].items()),
+        "fits": "Qwen-Image 2.1" if lora["fits"] else "no",
+    }
 
 
 def _rows(values: dict[str, object]) -> list[str]:

@@ -43,7 +43,7 @@ class _Shapes:
         return whole // part
 
     def config_needed(self, what: str) -> Qwen21Error:
-        return Qwen21Error(f"{self.source} has {what}, which says too little of a model that is not the published one: put its config.json beside it")
+        return Qwen21Error(f"{self.source} has {what}, expected {WANTED[self.part]}; a model of another size needs its config.json beside it")
 
 
 def sample_sigmas(transformer: Part) -> tuple[float, ...]:
@@ -114,18 +114,18 @@ def encoder_values(part: Part) -> dict:
     depth = shapes.count(r"visual\.blocks\.(\d+)\.")
     if depth != published.VISION_DEPTH:
         raise shapes.config_needed(f"a vision tower of {depth} layers (the published one has {published.VISION_DEPTH})")
-    heads = {name: shapes.ratio("an attention's width by its heads'", shapes.rows(f"language_model.layers.0.self_attn.{name}.weight"), head_dim)
-             for name in ("q_proj", "k_proj")}  # fmt: skip
+    widths = (shapes.rows(f"language_model.layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
+    heads, kv_heads = (shapes.ratio("an attention's width by its heads'", width, head_dim) for width in widths)
     text = {
         "vocab_size": shapes.rows("language_model.embed_tokens.weight"),
         "hidden_size": shapes.rows("language_model.layers.0.input_layernorm.weight"),
         "intermediate_size": shapes.rows("language_model.layers.0.mlp.gate_proj.weight"),
         "num_hidden_layers": shapes.count(r"language_model\.layers\.(\d+)\."),
-        "num_attention_heads": heads["q_proj"],
-        "num_key_value_heads": heads["k_proj"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
-    width, _, temporal, patch, _ = shapes.of("visual.patch_embed.proj.weight", 5)
+    width, _, temporal, patch, _ = shapes.of("visual.patch_embed.proj.weight", 5)[:5]
     area = shapes.ratio("a merged patch by the tower's width", shapes.rows("visual.merger.linear_fc1.weight"), width)
     vision = {
         "depth": depth,

@@ -1,6 +1,7 @@
 """Every layout of denoiser, text encoder and VAE, loaded and compared with the folder it was made from."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -295,6 +296,13 @@ def test_a_smaller_qwen3vl_is_refused_by_its_width(small, save):
         name: value[..., :128] if value.shape[-1:] == (files.WIDTH,) and "visual" not in name else value for name, value in load(small, "text_encoder").items()
     }
     with pytest.raises(Qwen21Error, match="`hidden_size` is 128, the denoiser in .* expects a text encoder of width 256"):
+        Checkpoint(small, text_encoder=save(tensors))
+
+
+def test_a_qwen3vl_with_another_tower_is_refused_by_its_depth(small, save):
+    """As the 4B and the 2B are."""
+    tensors = {name: value for name, value in load(small, "text_encoder").items() if not re.search(r"visual\.blocks\.2[456]\.", name)}
+    with pytest.raises(Qwen21Error, match="vision tower of 24 layers .*, expected Qwen3-VL 8B"):
         Checkpoint(small, text_encoder=save(tensors))
 
 

@@ -97,6 +97,7 @@ def check_a_file_takes_parts_of_a_folder_and_a_folder_parts_of_files():
     assert vae.config.latents_mean == model.model.latent_format.vae.latents_mean != single()[2].config.latents_mean
     _, _, vae = call("Qwen21Loader", checkpoint="random", vae=SMALL)
     assert vae.config.latents_mean == single()[2].config.latents_mean
+    assert call("Qwen21Loader", checkpoint="random", vae="tiny")[2].config.base_dim != vae.config.base_dim
     text = sentence(call, "Qwen21Loader", checkpoint=SMALL, text_encoder="random")
     assert "width 256" in text, text
     text = sentence(call, "Qwen21Loader", checkpoint="random", text_encoder=SMALL)
