@@ -133,6 +133,11 @@ class SwiGLU(nn.Module):
         self.gate_layer, self.proj = (operations.Linear(config.dim, hidden, bias=False, **factory) for _ in range(2))
         self.out = operations.Linear(hidden, config.dim, bias=False, **factory)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the input is best handed over in FP8."""
+        return takes_rows(self.gate_layer, self.proj)
+
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return self.out(kernels.swiglu(self.gate_layer(x), self.proj(x), takes_rows(self.out)))
 
@@ -153,8 +158,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
         branch = self.attn(self._attention_input(x, modulation), attend)
-        fp8 = takes_rows(self.img_mlp.gate_layer, self.img_mlp.proj)
-        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2, fp8)
+        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2, self.img_mlp.takes_rows)
         x = kernels.residual(x, self.img_mlp(normed), modulation.gate2)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
 

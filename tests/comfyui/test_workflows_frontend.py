@@ -157,12 +157,13 @@ def test_masked_edit_leaves_everything_else_to_the_bit(server, checkpoint):
     picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(picture).save(server.base / "input/odd.png")
     graph = api_workflow("masked_edit", checkpoint)
+    (load,) = (name for name, node in graph.items() if node["class_type"] == "LoadImage")
+    (painted,) = (node["inputs"]["destination"] for node in graph.values() if node["class_type"] == "ImageCompositeMasked")
     for node in graph.values():
         inputs = node["inputs"]
+        inputs |= {name: [load, 0] for name, value in inputs.items() if value == painted}  # as its note says
         if node["class_type"] == "LoadImage":
             inputs["image"] = "odd.png"
-        elif node["class_type"] == "ImageScale":
-            inputs["width"], inputs["height"] = width, height
         elif node["class_type"] == "SolidMask" and inputs["value"]:
             inputs["width"], inputs["height"] = box
         elif node["class_type"] == "Qwen21Sampler":

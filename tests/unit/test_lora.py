@@ -241,6 +241,8 @@ def test_a_layer_may_have_several_updates(transformer, applied, tmp_path):
 class FusedMLP(nn.Module):
     """As ComfyUI may store it: rows of gate, then of proj."""
 
+    takes_rows = False
+
     def __init__(self, split: nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(split.gate_layer.in_features, 2 * split.gate_layer.out_features, bias=False)

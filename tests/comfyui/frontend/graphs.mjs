@@ -35,7 +35,13 @@ const unsized = '. It edits at an area of 1024 x 1024 unless you say otherwise.'
 
 const loader = { id: 'loader', type: 'Qwen21Loader', set: { checkpoint: CHECKPOINT } };
 const encode = (id, prompt, from = {}, set = {}) => ({ id, type: 'Qwen21Encode', size: [400, 400], set: { prompt, ...set }, from: { clip: 'loader.CLIP', ...from } });
-const picture = (id, title) => ({ id, type: 'LoadImage', title, size: [300, 330], set: { image: PICTURE } });
+// A picture to begin with that the tiny model understands, and beside it the node for one's own.
+const own = (title = 'Your own picture: connect this instead') => ({ type: 'LoadImage', title, size: [300, 330], set: { image: PICTURE } });
+const painted = (id, prompt, seed = 7) => [
+  { ...encode(`${id}_encode`, prompt), size: [400, 330] },
+  { ...sampler(`${id}_sampler`, `${id}_encode`, 'canvas.LATENT', { seed }), size: [320, 400] },
+  decode(id, `${id}_sampler.latent`),
+];
 const empty = (id, set = {}) => ({ id, type: 'EmptyLatentImage', title: 'Canvas', set: { width: 256, height: 256, batch_size: 1, ...set } });
 const references = (id, encoder) => ({ id, type: 'Qwen21ReferenceLatents', from: { positive: `${encoder}.positive`, negative: `${encoder}.negative`, vae: 'loader.VAE' } });
 const sampler = (id, conditioning, latent, set = {}) => ({
@@ -64,41 +70,48 @@ Write what you want to see and press **Run**.
   edit_one_picture: [[
     group('Read me', BLUE, note(`
 ## Edit one picture
-Choose your picture, say what to change and press **Run**. The result has the picture's proportions.
+A picture is painted, then changed. For one of your own connect **Load Image** to *image_1*, say what to change and press **Run**. The result has its proportions.
 
 - **size_policy** auto keeps clear of 1024 x 1024, where the model may hand back a near-copy. *keep* edits the picture's own pixels without resampling.
 - Only the prompt changed? The picture is not encoded by the VAE again.`, unsized)),
-    group('Model and picture', BLUE, loader, picture('picture', 'Picture to edit')),
-    group('What to change', GREEN, encode('encode', 'change the background to a plain yellow background', { 'images.image_1': 'picture.IMAGE' }), references('references', 'encode')),
+    group('Model', BLUE, loader, empty('canvas'), own()),
+    group('A picture to edit', BLUE, ...painted('picture', 'a large red star in the center on a plain blue background')),
+    group('What to change', GREEN, encode('encode', 'change the background to a yellow to green vertical gradient background', { 'images.image_1': 'picture.image' }), references('references', 'encode')),
     group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
     group('Result', OCHRE, save('decode.image', 'edit')),
   ]],
 
-  combine_three_pictures: [[
-    group('Read me', BLUE, note(`
+  combine_three_pictures: [
+    [
+      group('Read me', BLUE, note(`
 ## Combine three pictures
-Choose three pictures; they all start as ComfyUI's example. In the prompt they are **&lt;image1&gt;**, **&lt;image2&gt;** and **&lt;image3&gt;**, by the input they are connected to.
+Three pictures are painted, then put together; for your own connect **Load Image** in their place. In the prompt they are **&lt;image1&gt;**, **&lt;image2&gt;** and **&lt;image3&gt;**, by the input they are connected to.
 
 - Up to ten pictures: a new input appears as you connect the last.
 - **canvas** says whose size the result gets: the last picture's, the first's, or your own.`, unsized)),
-    group('Model', BLUE, loader),
-    group('Pictures', BLUE, ...[1, 2, 3].map(i => ({ ...picture(`picture_${i}`, `<image${i}>`), size: [300, 290] }))),
-    group('What to make of them', GREEN,
-      encode('encode', 'put the pink square of <image1> and the yellow triangle of <image2> on the background of <image3>',
-        Object.fromEntries([1, 2, 3].map(i => [`images.image_${i}`, `picture_${i}.IMAGE`]))),
-      references('references', 'encode')),
-    group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
-    group('Result', OCHRE, save('decode.image', 'combine')),
-  ]],
+      group('<image1>', BLUE, ...painted('picture_1', 'a large pink square in the center on a plain white background')),
+      group('<image2>', BLUE, ...painted('picture_2', 'a large yellow triangle on the left on a plain black background', 8)),
+      group('<image3>', BLUE, ...painted('picture_3', 'a small green ring in the top right on a cyan to purple vertical gradient background', 9)),
+    ],
+    [
+      group('Model', BLUE, loader, empty('canvas'), own()),
+      group('What to make of them', GREEN,
+        encode('encode', 'put the pink square of <image1> and the yellow triangle of <image2> on the background of <image3>',
+          Object.fromEntries([1, 2, 3].map(i => [`images.image_${i}`, `picture_${i}.image`]))),
+        references('references', 'encode')),
+      group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
+      group('Result', OCHRE, save('decode.image', 'combine')),
+    ],
+  ],
 
   transparent_sticker: [
     [
       group('Read me', BLUE, note(`
 ## Transparent stickers
-Above: a sticker from words. Below: a picture or sticker in, a sticker out.
+Above: a sticker from words. Below: that sticker in, another sticker out.
 
 - Transparency is asked for in words. Keep the first and the last sentence of the prompts, write in between.
-- **Load Image** splits a picture into RGB and MASK; **Join Image with Alpha** makes four channels of them again, so that the model sees what is transparent.
+- A sticker of your own: **Load Image** splits it into RGB and MASK, **Join Image with Alpha** makes four channels of them again, so that the model sees what is transparent. Connect that to *image_1*.
 - The PNG has alpha because **rgba** is saved, not *image*.
 - **alpha** snap removes the haze of nearly clear pixels and the fringes.`, ': the canvas above then wants 1024 x 1024.')),
       group('Model', BLUE, loader),
@@ -109,11 +122,9 @@ Above: a sticker from words. Below: a picture or sticker in, a sticker out.
     ],
     [
       null,
-      group('Picture, with its alpha', BLUE, picture('picture', 'Picture or sticker'),
+      group('Your own, with its alpha', BLUE, { ...own('Picture or sticker'), id: 'picture' },
         { id: 'joined', type: 'JoinImageWithAlpha', from: { image: 'picture.IMAGE', alpha: 'picture.MASK' } }),
-      group('What to make of it', GREEN,
-        encode('encode_edit', 'This is an RGBA image with transparency. Remove the background. The image has alpha channel and the background is transparent.',
-          { 'images.image_1': 'joined.IMAGE' }), references('references', 'encode_edit')),
+      group('What to make of it', GREEN, encode('encode_edit', 'add a small blue star in the top right', { 'images.image_1': 'decode.rgba' }), references('references', 'encode_edit')),
       group('Paint', VIOLET, sampler('sampler_edit', 'references', 'references.latent'), decode('decode_edit', 'sampler_edit.latent')),
       group('Changed sticker', OCHRE, save('decode_edit.rgba', 'sticker_edit', 'Save with transparency')),
     ],
@@ -127,19 +138,19 @@ Only the masked rectangle is replaced; every pixel outside it stays as it was, t
 - **size_policy** keep: the reference's own pixels, so the result lies exactly on the picture. Up to 4.5 megapixels.
 - After decoding, **Image Composite Masked** puts the new pixels on the original through the mask.
 - A mask of your own: right-click the picture, *Open in MaskEditor*, then connect the picture's MASK to the composite in place of the rectangle's. Do not blur it if the rest must stay exact.
-- The picture is scaled down because ${CHECKPOINT} knows nothing larger. **With the full model bypass that node** (select it, Ctrl+B).`, '. Pictures near a megapixel suit it best.')),
-    group('Model and picture', BLUE, loader, picture('picture', 'Picture to edit'),
-      { id: 'scaled', type: 'ImageScale', title: 'Bypass this with the full model', set: { upscale_method: 'lanczos', width: 256, height: 256, crop: 'center' }, from: { image: 'picture.IMAGE' } }),
-    group('What to change', GREEN, encode('encode', 'change the background to a plain yellow background', { 'images.image_1': 'scaled.IMAGE' }, { size_policy: 'keep' }), references('references', 'encode')),
+- A picture of your own: connect **Load Image** to *image_1*, **Get Image Size** and the composite.`, '. Pictures near a megapixel suit it best.')),
+    group('Model', BLUE, loader, empty('canvas'), own()),
+    group('A picture to edit', BLUE, ...painted('picture', 'a large red star in the center on a plain blue background')),
+    group('What to change', GREEN, encode('encode', 'change the background to a plain yellow background', { 'images.image_1': 'picture.image' }, { size_policy: 'keep' }), references('references', 'encode')),
     group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
     group('Mask: a rectangle', BLUE,
-      { id: 'size', type: 'GetImageSize', from: { image: 'scaled.IMAGE' } },
+      { id: 'size', type: 'GetImageSize', from: { image: 'picture.image' } },
       { id: 'blank', type: 'SolidMask', title: 'Nothing masked', set: { value: 0 }, from: { width: 'size.width', height: 'size.height' } },
       { id: 'box', type: 'SolidMask', title: 'Rectangle: its size', set: { value: 1, width: 256, height: 110 } },
       { id: 'mask', type: 'MaskComposite', title: 'Rectangle: its place', set: { x: 0, y: 0, operation: 'add' }, from: { destination: 'blank.MASK', source: 'box.MASK' } }),
     group('Result', OCHRE,
       { id: 'composite', type: 'ImageCompositeMasked', title: 'New pixels inside, old ones outside', set: { x: 0, y: 0, resize_source: false },
-        from: { destination: 'scaled.IMAGE', source: 'decode.image', mask: 'mask.MASK' } },
+        from: { destination: 'picture.image', source: 'decode.image', mask: 'mask.MASK' } },
       save('composite.IMAGE', 'masked_edit')),
   ]],
 
