@@ -213,6 +213,8 @@ def bypassed(file: str):
 class FusedMLP(nn.Module):
     """As ComfyUI's own Qwen-Image 2.1 has it: one matrix, rows of gate, then of proj."""
 
+    takes_rows = False
+
     def __init__(self, split):
         super().__init__()
         gate, proj = split.gate_layer, split.proj
