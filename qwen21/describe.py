@@ -68,11 +68,10 @@ def _describe_tensors(source: Path, files: TensorFiles, found: dict) -> None:
         with _noted(found):
             found["parts"].append(_describe_part(open_part(layout.part, source), found["problems"]))
     if not layouts:
-        what = other_model(files.tensors)
-        if what == "a LoRA" or any("lora" in name or name.endswith((".alpha", ".diff", ".w_norm")) for name in files.tensors):
+        if LoraFile.is_one(files.tensors):
             found["lora"] = _describe_lora(source, found)
         else:
-            found["problems"].append(f"{source} holds {what}, of which nothing is used here")
+            found["problems"].append(f"{source} holds {other_model(files.tensors)}, of which nothing is used here")
 
 
 def _describe_part(part: Part, problems: list[str]) -> dict:
