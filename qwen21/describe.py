@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .checkpoint import Checkpoint, meta_module
+from .checkpoint import TINY, TINY_FOLDER, Checkpoint, meta_module
 from .config import TransformerConfig
 from .errors import Qwen21Error
 from .files import GGUF, TensorFiles, open_tensors
@@ -24,10 +24,12 @@ CORE_FORMATS = set(FLOAT8.values())  # which the command reads as well as ComfyU
 
 
 def describe(source: Path) -> dict:
-    """A JSON object about `source`: "source", "bytes", "parts" (a list of objects), "lora" (an object or None), "problems" (sentences).
+    """A JSON object about `source` ("tiny" is the built-in checkpoint): "source", "bytes", "parts" (a list of objects), "lora" (an object or None), "problems" (sentences).
 
     Damage and misfits are problems; Qwen21Error is raised only if there is nothing of that name.
     """
+    if not source.exists() and str(source) == TINY:
+        source = TINY_FOLDER
     if not source.exists():
         raise Qwen21Error(f"{source} is missing: give a file of tensors, or a folder")
     found: dict = {"source": str(source), "bytes": None, "parts": [], "lora": None, "problems": []}

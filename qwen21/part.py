@@ -13,6 +13,7 @@ from torch import nn
 from .config import read_json
 from .errors import Qwen21Error
 from .files import Read, TensorFiles, json_of, open_tensors
+from .ggml import is_readable
 from .layouts import OLDER_MARK, Layout, Piece, find_layout, layout_of, pieces_of
 from .stored import FLOAT8, PLAIN, StoredLinear, is_packed, matrix
 
@@ -102,6 +103,8 @@ class Part:
                 found.append(f"{path}: tensor {name} has shape {piece.shape}, {asks} {expected}: weights and config come from different models")
             elif piece.stored.dtype not in (*PLAIN, *FLOAT8) and not is_packed(piece.stored.dtype):
                 found.append(f"{path} stores {name} as {piece.stored.dtype} without saying how it is quantised: take another file of this model")
+            elif is_packed(piece.stored.dtype) and not is_readable(piece.stored.dtype):
+                found.append(f"{path} stores {name} as {piece.stored.dtype}, which the gguf package does not read: take a file in another quantisation")
             elif piece.rows and is_packed(piece.stored.dtype) and piece.stored.count % piece.stored.shape[0]:
                 found.append(f"{path}: the rows of {name} are not whole blocks of {piece.stored.dtype}: take another file of this model")
         missing = parameters.keys() - self.pieces.keys()
@@ -120,7 +123,9 @@ class Part:
         if scale is None:
             return [f"{what} lacks its scale ({layer}.weight_scale): download the file again"]
         if math.prod(scale.shape) != 1 and scale.shape not in ((expected[0],), (expected[0], 1)):
-            return [f"{what} has a scale of shape {scale.shape}, expected one number, or one for each of its {expected[0]} rows: take another file of this model"]
+            return [
+                f"{what} has a scale of shape {scale.shape}, expected one number, or one for each of its {expected[0]} rows: take another file of this model"
+            ]
         return []
 
     def weights(self, module: nn.Module) -> Iterator[Weight]:

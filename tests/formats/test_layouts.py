@@ -156,6 +156,16 @@ def test_gguf_in_half_precision_and_bfloat16(small, tmp_path):
     assert difference(velocity(Checkpoint(small, transformer=tmp_path / "x.gguf")), velocity(Checkpoint(small))) < 0.01
 
 
+def test_a_type_that_the_package_only_names_is_refused(small, tmp_path):
+    pytest.importorskip("gguf")
+    path, tensors = tmp_path / "x.gguf", load(small, "transformer")
+    name = matrices(tensors)[0]
+    rows, columns = tensors[name].shape
+    files.write_gguf(path, tensors | {name: (np.zeros((rows, columns // 256 * 292), dtype=np.uint8), "Q8_K")})
+    with pytest.raises(Qwen21Error, match=f"stores {name} as Q8_K, which the gguf package does not read"):
+        Checkpoint(small, transformer=path).transformer(CPU, torch.float32)
+
+
 def test_gguf_without_its_package_says_what_to_install(small, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
@@ -330,7 +340,11 @@ def test_mxfp8_keeps_8_bit_floats_too_but_not_by_one_scale(small, save):
 LAYER = "transformer_blocks.0.attn.to_q"
 MISFITS = {
     "no scale": ({}, [f"{LAYER}.weight_scale"], "lacks its scale"),
-    "a scale of another length": ({f"{LAYER}.weight_scale": torch.ones(3)}, [], r"a scale of shape \(3,\), expected one number, or one for each of its 256 rows"),
+    "a scale of another length": (
+        {f"{LAYER}.weight_scale": torch.ones(3)},
+        [],
+        r"a scale of shape \(3,\), expected one number, or one for each of its 256 rows",
+    ),
     "a scale a block": ({f"{LAYER}.weight_scale": torch.ones(2, 2)}, [], r"a scale of shape \(2, 2\)"),
     "another shape": ({f"{LAYER}.weight": torch.zeros(100, 256, dtype=torch.float8_e4m3fn)}, [], r"has shape \(100, 256\), expected \(256, 256\)"),
     "another dtype": ({f"{LAYER}.weight": torch.zeros(256, 256)}, [], "stored as F32, but noted as float8_e4m3fn"),
@@ -374,12 +388,16 @@ def test_a_broken_note_about_quantisation_is_named(small, save, note):
 def test_a_broken_note_in_the_metadata_is_named(small, save, note):
     tensors = load(small, "transformer")
     layer = matrices(tensors)[0].removesuffix(".weight")
-    path = save(tensors | {f"{layer}.weight": torch.zeros(256, 256, dtype=torch.int8)}, metadata={"_quantization_metadata": json.dumps({"layers": {layer: note}})})
+    path = save(
+        tensors | {f"{layer}.weight": torch.zeros(256, 256, dtype=torch.int8)}, metadata={"_quantization_metadata": json.dumps({"layers": {layer: note}})}
+    )
     with pytest.raises(Qwen21Error, match=f"{layer}.weight does not say"):
         Checkpoint(small, transformer=path).transformer(CPU, torch.float32)
 
 
-@pytest.mark.parametrize(("part", "folder", "held"), [("transformer", "text_encoder", "Qwen3-VL text encoder"), ("vae", "text_encoder", "Qwen3-VL text encoder")])
+@pytest.mark.parametrize(
+    ("part", "folder", "held"), [("transformer", "text_encoder", "Qwen3-VL text encoder"), ("vae", "text_encoder", "Qwen3-VL text encoder")]
+)
 def test_the_folder_of_another_part_is_refused_by_what_it_holds(small, part, folder, held):
     with pytest.raises(Qwen21Error, match=f"{folder} holds the {held}, expected"):
         Checkpoint(small, **{part: small / folder})
