@@ -24,9 +24,9 @@ CORE_FORMATS = set(FLOAT8.values())  # which the command reads as well as ComfyU
 
 
 def describe(source: Path) -> dict:
-    """A JSON object about `source` ("tiny" is the built-in checkpoint): "source", "bytes", "parts" (a list of objects), "lora" (an object or None), "problems" (sentences).
+    """A JSON object about `source`: "source", "bytes", "parts" (a list of objects), "lora" (an object or None), "problems" (sentences).
 
-    Damage and misfits are problems; Qwen21Error is raised only if there is nothing of that name.
+    "tiny" is the built-in checkpoint. Damage and misfits are problems; Qwen21Error is raised only if there is nothing of that name.
     """
     if not source.exists() and str(source) == TINY:
         source = TINY_FOLDER
