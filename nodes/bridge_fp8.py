@@ -8,7 +8,7 @@ import json
 import torch
 
 from ..qwen21.fp8 import SENSITIVE
-from ..qwen21.kernels import FP8, FP8_MAX
+from ..qwen21.kernels import FP8, FP8_MAX, TINY
 
 MARKER = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
 
@@ -25,11 +25,12 @@ def fp8_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             type(weight) is not torch.Tensor
             or weight.ndim != 2
             or not weight.is_floating_point()
+            or weight.dtype.itemsize == 1
             or f"{layer}.comfy_quant" in weights
             or name.startswith(SENSITIVE)
         ):
             out[name] = weight
             continue
-        scale = weight.float().abs().max() / FP8_MAX
+        scale = weight.float().abs().max().clamp_min(TINY) / FP8_MAX
         out |= {name: (weight.float() / scale).to(FP8), f"{layer}.weight_scale": scale, f"{layer}.comfy_quant": MARKER}
     return out

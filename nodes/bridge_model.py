@@ -7,7 +7,7 @@ references), each prefix is prefilled as far as it is new, and all its rows are 
 import json
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import comfy.conds
@@ -210,6 +210,18 @@ def _detached(patcher, unloaded: bool) -> None:
         patcher.model.diffusion_model.cache.tree.clear()
 
 
+@cache
+def _giving_way(patcher_class):
+    """`patcher_class`, whose prefixes go before its weights when ComfyUI wants room for another model."""
+
+    class GivingWay(patcher_class):
+        def partially_unload(self, device_to, memory_to_free=0, **kwargs):
+            freed = self.model.diffusion_model.cache.give_way(memory_to_free, self.load_device)
+            return freed + (super().partially_unload(device_to, memory_to_free - freed, **kwargs) if freed < memory_to_free else 0)
+
+    return GivingWay
+
+
 def _weights(patcher) -> Hashable | None:
     """What of a patcher decides keys and values. None under hooks: they change weights in mid-run, and nothing a call receives says so."""
     if patcher.hook_patches:
@@ -240,7 +252,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None, fp8: bo
 
     model = QwenImage21(config)
     patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    patcher = patcher_class(model, load_device=device, offload_device=offload)
+    patcher = _giving_way(patcher_class)(model, load_device=device, offload_device=offload)
     patcher.cached_patcher_init = (load_model, (checkpoint, dtype, fp8))
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_DETACH, _detached)
     if not management.is_device_cpu(offload):

@@ -3,6 +3,7 @@
 import torch
 from comfy_api.latest import io
 
+from ..qwen21.fp8 import already_quantized
 from .bridge_clip import load_clip
 from .bridge_model import load_model
 from .bridge_vae import load_vae
@@ -10,6 +11,7 @@ from .common import CATEGORY, say
 from .model_files import AUTO, checkpoint_folders, open_checkpoint, single_files
 
 DTYPES = {"default": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FP8 = "fp8"
 
 
 class Qwen21Loader(io.ComfyNode):
@@ -45,10 +47,11 @@ class Qwen21Loader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=list(DTYPES),
+                    options=[*DTYPES, FP8],
                     default="default",
                     advanced=True,
-                    tooltip="Precision of the denoiser's weights, unless the file is quantised. default: what ComfyUI finds best for the device.",
+                    tooltip="Precision of the denoiser's weights, unless the file is quantised. default: what ComfyUI finds best for the device. "
+                    "fp8: large layers in 8 bits (E4M3), made while loading: half the memory, faster on Ada, Hopper and newer GPUs, nearly the same pictures.",
                 ),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
@@ -58,6 +61,8 @@ class Qwen21Loader(io.ComfyNode):
     @classmethod
     def execute(cls, checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO, weight_dtype: str = "default") -> io.NodeOutput:
         opened, sentence = open_checkpoint(checkpoint, text_encoder, vae)
-        if sentence:
-            say(sentence, cls.hidden.unique_id)
-        return io.NodeOutput(load_model(opened, DTYPES[weight_dtype]), load_clip(opened), load_vae(opened))
+        unfit = already_quantized(opened.parts["transformer"]) if weight_dtype == FP8 else ""
+        if sentence or unfit:
+            say("; ".join(filter(None, (sentence, unfit))), cls.hidden.unique_id)
+        model = load_model(opened, DTYPES.get(weight_dtype), fp8=weight_dtype == FP8 and not unfit)
+        return io.NodeOutput(model, load_clip(opened), load_vae(opened))

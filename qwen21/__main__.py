@@ -25,7 +25,12 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--model", metavar="FOLDER", help="checkpoint folder in the diffusers layout; default: tiny, the built-in one")
     for part, files in (("transformer", "safetensors or GGUF file"), ("text-encoder", "safetensors file"), ("vae", "safetensors file")):
         runs.add_argument(f"--{part}", metavar="FILE", help=f"{files}, or folder, to use for the {part} instead; with all three, --model is not needed")
-    runs.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on cuda and mps, float32 on cpu")
+    runs.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "fp8"),
+        help="default: bfloat16 on cuda and mps, float32 on cpu; fp8: as the default, with the denoiser's large layers brought to 8 bits at load: half "
+        "the memory, faster on Ada, Hopper and newer GPUs, nearly the same pictures",
+    )
     runs.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
     runs.add_argument(
         "--kv-cache",

@@ -14,9 +14,10 @@ from tqdm import tqdm
 from .checkpoint import TINY, Checkpoint
 from .describe import describe, table
 from .errors import Qwen21Error, UsageError
+from .fp8 import already_quantized
 from .jobs import Job, write_png
 from .lora import parse
-from .pipeline import Pipeline, Report, notes
+from .pipeline import Pipeline, Report, compute_dtype, notes
 from .random_model import make_random as make_random_checkpoint
 
 
@@ -93,8 +94,11 @@ def _checkpoint(options: Namespace) -> Checkpoint:
 
 
 def _pipeline(options: Namespace, checkpoint: Checkpoint, device: torch.device, keep: bool) -> Pipeline:
-    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    return Pipeline(checkpoint, device, dtype, options.kv_cache, options.kv_device, keep)
+    unfit = already_quantized(checkpoint.parts["transformer"]) if options.dtype == "fp8" else ""
+    if unfit:
+        print(f"note: {unfit}", file=sys.stderr)
+    fp8 = options.dtype == "fp8" and not unfit
+    return Pipeline(checkpoint, device, compute_dtype(options.dtype, device), options.kv_cache, options.kv_device, keep, fp8)
 
 
 def _paint(job: Job, outputs: dict[int, Path], request, pipeline: Pipeline) -> dict:
@@ -112,7 +116,7 @@ def _paint(job: Job, outputs: dict[int, Path], request, pipeline: Pipeline) -> d
 
 def _run(pipeline: Pipeline) -> dict[str, str]:
     """What decides a picture beside its job."""
-    return {"model": pipeline.checkpoint.name, "dtype": str(pipeline.dtype).removeprefix("torch.")}
+    return {"model": pipeline.checkpoint.name, "dtype": pipeline.precision}
 
 
 def _device(name: str) -> torch.device:

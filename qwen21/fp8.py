@@ -11,6 +11,8 @@ from torch import nn
 from . import kernels
 from .errors import Qwen21Error
 from .kernels import Fp8Rows
+from .part import Part
+from .stored import PLAIN
 
 SENSITIVE = ("img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out")
 
@@ -25,10 +27,19 @@ class Fp8Linear(nn.Module):
         self.weight = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Not under a LoRA (lora/attach.py), whose hook or changed weight multiplies the input itself."""
+        return not self._forward_hooks and "forward" not in vars(self)
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight (outputs, inputs) in float32."""
+        return self.weight.float() * self.scales[:, None]
+
     def forward(self, x: "torch.Tensor | Fp8Rows") -> torch.Tensor:
         values, scales, dtype = x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x)
         if not values.is_cuda:  # the same numbers, for tests and figures
-            return F.linear(values.float() * scales[..., None], self.weight.float() * self.scales[:, None]).to(dtype)
+            return F.linear(values.float() * scales[..., None], self.dequantized()).to(dtype)
         out = torch._scaled_mm(
             values.view(-1, values.shape[-1]),
             self.weight.t(),
@@ -42,18 +53,32 @@ class Fp8Linear(nn.Module):
 
 def takes_rows(*layers: nn.Module) -> bool:
     """Whether all of `layers` take Fp8Rows, so that what they share is quantised once."""
-    return all(isinstance(layer, Fp8Linear) for layer in layers)
+    return all(isinstance(layer, Fp8Linear) and layer.takes_rows for layer in layers)
+
+
+def already_quantized(part: Part) -> str:
+    """A sentence if the file of the denoiser's `part` holds nothing that can be brought to FP8; empty if it does."""
+    for name, piece in part.pieces.items():
+        if name.endswith(".weight") and len(piece.shape) == 2 and piece.stored.dtype in PLAIN and not name.startswith(SENSITIVE):
+            return ""
+    return f"{part.source.name} is quantised already and stays as it is: fp8 is made of weights in 16 or 32 bits"
+
+
+def check_device(device: torch.device) -> None:
+    """Raises Qwen21Error if `device` cannot multiply in FP8. A CPU does the same sums in float32."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= kernels.FP8_CAPABILITY or device.type == "cpu":
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    raise Qwen21Error(f"{name} does not multiply in FP8, which takes an Ada, Hopper or newer GPU: use bfloat16")
 
 
 def quantize_linears(model: nn.Module, device: torch.device | None = None, sensitive: tuple[str, ...] = SENSITIVE) -> None:
-    """Replace every linear layer of `model` that is not inside a module of `sensitive` by an Fp8Linear, one by one. LoRA must be merged before.
+    """Replace every linear layer of `model` that is not inside a module of `sensitive` by an Fp8Linear, one by one; what is quantised stays.
 
-    With a `device` all of the model moves there, the layers after they were quantised, so that the unquantised model need not fit.
-    Raises Qwen21Error on a CUDA device that cannot multiply in FP8.
+    With a `device` all of the model moves there, layer by layer, so that the unquantised model need not fit. Raises Qwen21Error as `check_device`.
     """
     device = device or next(model.parameters()).device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < kernels.FP8_CAPABILITY:
-        raise Qwen21Error(f"{torch.cuda.get_device_name(device)} does not multiply in FP8, which takes an Ada, Hopper or newer GPU: use bfloat16")
+    check_device(device)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and not f"{name}.".startswith(tuple(f"{one}." for one in sensitive)):
             owner, _, leaf = name.rpartition(".")

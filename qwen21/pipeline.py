@@ -11,6 +11,7 @@ from PIL import Image
 
 from .checkpoint import Checkpoint
 from .errors import Qwen21Error, UsageError
+from .fp8 import check_device, quantize_linears
 from .lora import Lora, LoraFile, attach, digest, places
 from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
 from .prefix import PRECISIONS, PrefixKV
@@ -105,6 +106,13 @@ def canvas(request: Request, native_resolution: int) -> tuple[int, int, list[str
     return sides["width"], sides["height"], notes
 
 
+def compute_dtype(precision: str | None, device: torch.device) -> torch.dtype:
+    """What to compute in when asked for `precision`: None is the device's own choice, which is also what goes with "fp8"."""
+    if precision in (None, "fp8"):
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, precision)
+
+
 def notes(request: Request, native_resolution: int) -> list[str]:
     """What a person should know about a request before it is painted, a sentence each."""
     width, height, said = canvas(request, native_resolution)
@@ -123,7 +131,8 @@ class Pipeline:
     For one request, a part is loaded when its stage begins, and the text encoder is dropped before the denoiser comes, so that memory never
     holds both. With `keep`, for many requests, parts stay as long as there is room, and so does what they found out: text states, reference
     latents, keys and values. `kv_cache` is one of KV_CACHES: "off" computes the prefix at every step, "run" keeps it for one request, the
-    others between requests too, in that precision; `kv_device` says where (see PrefixCache.placement).
+    others between requests too, in that precision; `kv_device` says where (see PrefixCache.placement). With `fp8` the denoiser's linear
+    layers are brought to 8 bits as it is loaded (see quantize_linears); the rest is computed in `dtype`.
     """
 
     def __init__(
@@ -134,8 +143,12 @@ class Pipeline:
         kv_cache: str = "default",
         kv_device: str = "auto",
         keep: bool = False,
+        fp8: bool = False,
     ):
+        if fp8:
+            check_device(device)
         self.checkpoint, self.device, self.dtype, self.keep = checkpoint, device, dtype, keep
+        self.precision = "fp8" if fp8 else str(dtype).removeprefix("torch.")
         self.vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # the published VAE overflows in float16
         self.kv_cache = kv_cache
         self.cache = PrefixCache(precision=kv_cache if kv_cache in PRECISIONS else "default", placement=kv_device, room=self._room)
@@ -256,7 +269,7 @@ class Pipeline:
                 return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefill(), workspace=workspace)
             items = prefix_items(encoding.keys, encoding.image_slots, [(*one.shape[2:], digest) for digest, one in references])
             with self._stage("prefill", report):
-                prefix = held.enter_context(self.cache.prefix((str(self.dtype), *loras), items, prefill))
+                prefix = held.enter_context(self.cache.prefix((self.precision, *loras), items, prefill))
             return lambda x, sigma: transformer.denoise(x.to(self.dtype), sigma, prefix, workspace=workspace)
 
         before = replace(self.cache.statistics)
@@ -271,7 +284,10 @@ class Pipeline:
                 if self._room(self.device) < 1.1 * self.checkpoint.file_bytes(name):
                     self._drop(*self._parts)
                 dtype = self.vae_dtype if name == "vae" else self.dtype
-                self._parts[name] = getattr(self.checkpoint, name)(self.device, dtype)
+                to_fp8 = name == "transformer" and self.precision == "fp8"
+                self._parts[name] = getattr(self.checkpoint, name)(torch.device("cpu") if to_fp8 else self.device, dtype)
+                if to_fp8:
+                    quantize_linears(self._parts[name], self.device)
         return self._parts[name]
 
     def _drop(self, *names: str) -> None:
@@ -292,9 +308,8 @@ class Pipeline:
     def _check_finite(self, stage: str, *tensors: torch.Tensor) -> None:
         """A picture of NaN would be written as plain black: say where it went wrong."""
         if not all(tensor.isfinite().all() for tensor in tensors):
-            dtype = str(self.dtype).removeprefix("torch.")
-            way_out = "lower the cfg, or download the checkpoint again" if dtype == "float32" else "use --dtype float32, or lower the cfg"
-            raise Qwen21Error(f"the stage '{stage}' gave numbers that are not finite in {dtype}: {way_out}")
+            way_out = "lower the cfg, or download the checkpoint again" if self.precision == "float32" else "use --dtype float32, or lower the cfg"
+            raise Qwen21Error(f"the stage '{stage}' gave numbers that are not finite in {self.precision}: {way_out}")
 
     @contextmanager
     def _stage(self, name: str, report: Report) -> Iterator[None]:

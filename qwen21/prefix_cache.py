@@ -76,6 +76,13 @@ class PrefixCache:
         if self.budget is not None:
             self.tree.evict(self.tree.nbytes() - self.budget)
 
+    def give_way(self, wanted: int, device: torch.device) -> int:
+        """Drop what lies on `device` and is not in use, the least recently used first, until `wanted` bytes are free. Returns the bytes freed."""
+        before = self.tree.nbytes(device)
+        while 0 < self.tree.nbytes(device) > before - wanted and self.tree.evict(1):
+            pass
+        return before - self.tree.nbytes(device)
+
     def settle(self) -> None:
         """Between uses: what takes more than half of a device's room goes to host memory, the least recently used first. Only with
         placement "auto"; what is in use stays."""

@@ -219,13 +219,14 @@ def core_painter(settings: dict[str, str], progress: bool = True) -> Painter:
     from tqdm import tqdm
 
     from ..checkpoint import Checkpoint
-    from ..pipeline import Pipeline, Report, Request
+    from ..pipeline import Pipeline, Report, Request, compute_dtype
 
     settings = dict(settings)
-    device = settings.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, settings.pop("dtype", "bfloat16" if device == "cuda" else "float32"))
+    device = torch.device(settings.pop("device", "cuda" if torch.cuda.is_available() else "cpu"))
+    precision = settings.pop("dtype", None)
     cache = {key: settings.pop(key) for key in ("kv_cache", "kv_device") if key in settings}
-    pipeline = Pipeline(Checkpoint(settings.pop("model", MODEL)), torch.device(device), dtype, keep=True, **cache)
+    checkpoint = Checkpoint(settings.pop("model", MODEL))
+    pipeline = Pipeline(checkpoint, device, compute_dtype(precision, device), keep=True, fp8=precision == "fp8", **cache)
     kinds = {f.name: f.type for f in fields(Request)}
     unknown = set(settings) - set(kinds)
     if unknown:

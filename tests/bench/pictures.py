@@ -9,7 +9,7 @@ reference, 8 Turbo steps, first with a new picture, then another prompt on it, t
 
 import argparse
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -17,11 +17,10 @@ from measuring import arguments, report
 from PIL import Image
 from torch import nn
 
-from qwen21.checkpoint import Checkpoint, meta_parameters
+from qwen21.checkpoint import Checkpoint, meta_module
 from qwen21.config import TransformerConfig
-from qwen21.fp8 import quantize_linears
+from qwen21.inferred import transformer_config, vae_config
 from qwen21.pipeline import Pipeline, Report, Request
-from qwen21.transformer import QwenImage21Transformer
 
 WORDS = "a red star over two blue circles beside the green square under one yellow moon".split()
 WAYS = ("ours", "ours fp8")
@@ -49,38 +48,30 @@ ENCODER = {
 
 
 class Published(Checkpoint):
-    """The published sizes, random weights; tokenizer and picture processor of the tiny checkpoint. With `fp8`, FP8 linear layers."""
+    """The published sizes, random weights made on `device`; tokenizer and picture processor of the tiny checkpoint."""
 
-    def __init__(self, full: bool, fp8: bool):
+    def __init__(self, device: torch.device):
         super().__init__("tiny")
-        self.full, self.fp8 = full, fp8
-        if full:
-            self.index = replace(self.index, native_resolution=1024)
-            self.transformer_config = TransformerConfig()
-            self.vae_config = replace(self.vae_config, base_dim=96, decoder_base_dim=144)
-            self._encoder_config = self._encoder_config | {name: self._encoder_config[name] | changes for name, changes in ENCODER.items()}
+        self._device = device
+        self.index = replace(self.index, native_resolution=1024)
+        changes = {"transformer": asdict(TransformerConfig()), "vae": {"base_dim": 96, "decoder_base_dim": 144}}
+        changes["text_encoder"] = {name: self.parts["text_encoder"].config[name] | values for name, values in ENCODER.items()}
+        for name, part in self.parts.items():
+            self.parts[name] = replace(part, config=part.config | changes[name])
+        self.transformer_config, self.vae_config = transformer_config(self.parts["transformer"]), vae_config(self.parts["vae"])
 
     def file_bytes(self, part: str) -> int:
         return 0
 
-    def transformer(self, device: torch.device, dtype: torch.dtype) -> QwenImage21Transformer:
-        with meta_parameters():
-            model = QwenImage21Transformer(self.transformer_config)
-        self._fill(model, "transformer", device, dtype)
-        if self.fp8:
-            quantize_linears(model)
-        return model
-
-    def _fill(self, module: nn.Module, part: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        if not self.full:
-            return super()._fill(module, part, device, dtype)
+    def _filled(self, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        module = meta_module(self.parts[name])
         torch.manual_seed(0)
         for owner in module.modules():
-            for name, weight in owner.named_parameters(recurse=False):
-                made = torch.randn(weight.shape, device=device, dtype=dtype) * (weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1)
-                scale = name == "gamma" or (weight.ndim == 1 and name == "weight" and "Norm" in type(owner).__name__)
-                setattr(owner, name, nn.Parameter(made + float(scale), requires_grad=False))
-        return module.to(device).eval()
+            for parameter, weight in owner.named_parameters(recurse=False):
+                made = torch.randn(weight.shape, device=self._device, dtype=dtype) * (weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1)
+                scale = parameter == "gamma" or (weight.ndim == 1 and parameter == "weight" and "Norm" in type(owner).__name__)
+                setattr(owner, parameter, nn.Parameter(made + float(scale), requires_grad=False))
+        return module.to(self._device).eval()
 
 
 class Bench:
@@ -89,7 +80,8 @@ class Bench:
         full = options.size == "full"
         dtype = torch.bfloat16 if full else torch.float32
         self.side = 1024 if full else 64
-        self.pipelines = {name: Pipeline(Published(full, "fp8" in name), self.device, dtype, keep=True) for name in WAYS}
+        checkpoint = lambda: Published(self.device) if full else Checkpoint("tiny")
+        self.pipelines = {name: Pipeline(checkpoint(), self.device, dtype, keep=True, fp8="fp8" in name) for name in WAYS}
         self._prompts = 0
 
     def prompt(self) -> str:

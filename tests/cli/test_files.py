@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from formats import files
@@ -53,6 +54,27 @@ def test_gguf_paints(paint_small, small, singles, tmp_path):
     files.write_gguf(tmp_path / "x.gguf", packed)
     save_file(meant, singles["transformer"])
     assert paint_small("--model", small, "--transformer", tmp_path / "x.gguf") == paint_small("--model", small, *options(singles, "transformer"))
+
+
+def test_fp8_is_made_at_load_and_a_quantised_file_stays_as_it_is(run_command, small, singles, tmp_path):
+    weights = load(small, "transformer")
+    cast = {name: weight.to(torch.float8_e4m3fn) if name.startswith("transformer_blocks.") and weight.ndim == 2 else weight for name, weight in weights.items()}
+    save_file(cast, tmp_path / "cast.safetensors")
+
+    def paint(*options: object) -> tuple[list[str], str, np.ndarray]:
+        """The lines on stderr, the precision in the PNG, and the pixels."""
+        output = tmp_path / "x.png"
+        run = run_command("generate", "a cat", "-o", output, "--width", 64, "--height", 64, "--steps", 1, "--device", "cpu", "--model", small, *options)
+        assert run.code == 0, run
+        with Image.open(output) as picture:
+            return run.lines, json.loads(picture.text["settings"])["dtype"], np.asarray(picture).astype(int)
+
+    (_, _, exact), (lines, precision, found) = paint(), paint("--dtype", "fp8")
+    assert (lines, precision) == ([], "fp8") and 0 < abs(found - exact).mean() < 20
+    own = ("--transformer", tmp_path / "cast.safetensors")
+    (_, _, exact), (lines, precision, found) = paint(*own), paint(*own, "--dtype", "fp8")
+    assert lines == ["note: cast.safetensors is quantised already and stays as it is: fp8 is made of weights in 16 or 32 bits"]
+    assert precision == "float32" and np.array_equal(found, exact)
 
 
 def test_the_record_names_the_files(run_command, singles, small, tmp_path):

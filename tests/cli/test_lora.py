@@ -69,6 +69,11 @@ def test_every_cache_mode(painted, lora, mode):
     assert abs(painted("--lora", lora(), "--kv-cache", mode) - painted("--lora", lora())).mean() < (40 if mode == "fp8_kv" else 1)
 
 
+def test_on_fp8_layers(painted, lora):
+    found = painted("--lora", lora(), "--dtype", "fp8")
+    assert abs(found - painted("--lora", lora())).mean() < 40 and abs(found - painted("--dtype", "fp8")).max() > 20
+
+
 def test_report_and_settings(paint, lora):
     run = paint("--lora", f"{lora()}:0.5", "--json")
     assert json.loads(run.stdout)["loras"] == ["style:1.safetensors: all 11 layers matched (11 LoRA of rank 4)"]

@@ -72,7 +72,7 @@ def test_cuda_that_is_not_there(paint):
     assert "the device cuda is not available" in paint("--device", "cuda").failed(1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8"])
 def test_each_dtype_works(paint, dtype):
     run = paint("--dtype", dtype, "--steps", 2, "--cfg", 2)
     assert (run.code, run.lines) == (0, [])

@@ -41,6 +41,12 @@ def test_paints_what_is_asked():
     assert sum(score["all right"] for score in evaluate.score_all(jobs, pictures)) >= 6
 
 
+def test_fp8_layers_paint_nearly_the_same():
+    job = evaluate.Job("x", evaluate.draw_task(random.Random(0), "recolour"), 0)
+    exact, ours = (evaluate.core_painter({"steps": "4", "device": "cpu"} | own, progress=False)([job])[0].astype(int) for own in ({}, {"dtype": "fp8"}))
+    assert 0 < np.abs(ours - exact).mean() < 1
+
+
 def test_preview_factors():
     factors = json.loads((MODEL / "latent_rgb_factors.json").read_text())
     assert np.shape(factors["factors"]) == (64, 3) and np.shape(factors["bias"]) == (3,)

@@ -1,4 +1,4 @@
-"""Linear layers in FP8: what is rounded, which layers are, and that what layers share is quantised once."""
+"""Linear layers in FP8: what is rounded, which layers are, that what layers share is quantised once, and LoRA on them."""
 
 import copy
 
@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 from unit.layouts import picture
+from unit.lora_files import LAYERS, random_factors
 
 from qwen21 import kernels
+from qwen21.errors import Qwen21Error
 from qwen21.fp8 import SENSITIVE, Fp8Linear, quantize_linears
+from qwen21.lora import Change, Lora, attach
+from qwen21.lora.updates import Difference, LowRank
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))]
 HALF_ULP = 2**-4
@@ -78,3 +82,53 @@ def test_weights_take_half_the_memory(transformer, quantized):
         return sum(weight.nbytes for weight in model.transformer_blocks.parameters())
 
     assert nbytes(quantized) < 0.52 * nbytes(copy.deepcopy(transformer).bfloat16())
+
+
+def test_a_device_without_fp8_is_refused_before_anything_is_changed(transformer):
+    with pytest.raises(Qwen21Error, match="mps does not multiply in FP8.*use bfloat16"):
+        quantize_linears(transformer, torch.device("mps"))
+    assert not any(isinstance(layer, Fp8Linear) for layer in transformer.modules())
+
+
+def lora(transformer, kind: str) -> Lora:
+    """Of the layers of `unit.lora_files`, and to_k, which shares its input with a layer that has none."""
+    factors = random_factors(transformer, (*LAYERS, "transformer_blocks.1.attn.to_k"))
+    make = LowRank if kind == "low rank" else lambda up, down: Difference(up @ down)
+    changes = tuple(Change(layer, None, make(one.up, one.down)) for layer, one in factors.items())
+    return Lora(kind, changes, len(changes), {})
+
+
+@pytest.mark.parametrize("kind", ["low rank", "difference"])
+@torch.inference_mode()
+def test_lora_is_as_on_the_dequantised_weights(transformer, quantized, kind):
+    """To the rounding of a layer's input, and of nothing else; after it, everything is as before."""
+    change = lora(transformer, kind)
+    noisy, context = picture(4, 4, 0), torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1))
+    dense = copy.deepcopy(transformer)
+    for name, layer in quantized.named_modules():
+        if isinstance(layer, Fp8Linear):
+            dense.get_submodule(name).weight = nn.Parameter(layer.dequantized(), requires_grad=False)
+
+    def velocity(model, *loras):
+        with attach(model, loras):
+            return model.denoise(noisy, 0.6, model.prefill(context))
+
+    def off(found, expected):
+        return (found - expected).norm() / expected.norm()
+
+    plain, before = velocity(quantized), {name: weight.clone() for name, weight in quantized.state_dict().items()}
+    expected, found = velocity(dense, (change, 0.8)), velocity(quantized, (change, 0.8))
+    assert off(found, expected) < 0.25 and off(found, plain) > 0.5
+    assert all(torch.equal(weight.view(torch.uint8), before[name].view(torch.uint8)) for name, weight in quantized.state_dict().items())
+    assert torch.equal(velocity(quantized), plain)
+
+
+@torch.inference_mode()
+def test_lora_of_a_layer_sees_the_input_itself(transformer, quantized):
+    """A branch adds what it makes of the input before its rounding."""
+    name = "transformer_blocks.0.attn.to_q"
+    layer, one = quantized.get_submodule(name), random_factors(transformer, (name,))[name]
+    x = torch.randn(2, 5, one.down.shape[1], generator=torch.Generator().manual_seed(2))
+    plain = layer(x)
+    with attach(quantized, [(Lora("one", (Change(name, None, LowRank(one.up, one.down)),), 1, {}), 0.5)]):
+        torch.testing.assert_close(layer(x), (plain.double() + x.double() @ one.delta(0.5).T).float(), rtol=1e-4, atol=1e-4)

@@ -134,6 +134,18 @@ def test_budget_drops_the_oldest(transformer):
     assert use(cache, transformer, Prompt("red star", weights="a"))[1] > 0
 
 
+def test_it_gives_way_as_far_as_wanted(transformer):
+    cache = PrefixCache()
+    for weights in "abc":
+        use(cache, transformer, Prompt("red star", weights=weights))
+    held, kept = cache.tree.nbytes(), Prompt("red star", weights="c")
+    with cache.prefix("c", kept.items, kept.prefill(transformer)):
+        assert 1 <= cache.give_way(1, torch.device("cpu")) < held / 2
+        assert cache.give_way(2 * held, torch.device("cpu")) < held  # what is in use stays
+    assert use(cache, transformer, kept)[1] == 0
+    assert cache.give_way(1, torch.device("meta")) == 0 < cache.tree.nbytes()
+
+
 def test_what_is_in_use_stays(transformer):
     cache, prompt = PrefixCache(budget=0), Prompt("red star")
     with cache.prefix("w", prompt.items, prompt.prefill(transformer)) as prefix:

@@ -315,16 +315,20 @@ def check_quantised_weights_are_not_touched():
 def check_quantised_and_stacked():
     parts = prepared()
     with checkpoint_with("transformer", fp8) as name:
-        model = call("Qwen21Loader", checkpoint=name)[0]
-        before = samples(model, *parts)
-        one, two = write("one", plain(ATTENTION, GATE, seed=1)), write("two", kinds()["DoRA"])
-        first = with_lora(one, 1.0, model)
-        alone = samples(first, *parts)
-        both = samples(with_lora(two, 0.5, first), *parts)
-        differs(both, alone, 1e-3)
-        equal(samples(first, *parts), alone)
-        close(samples(with_lora(one, -1.0, first), *parts), before, 1e-5, "and taken away by its negative")
-        equal(samples(model, *parts), before)
+        stacked(call("Qwen21Loader", checkpoint=name)[0], parts)
+    stacked(call("Qwen21Loader", checkpoint="random", weight_dtype="fp8")[0], parts)
+
+
+def stacked(model, parts) -> None:
+    before = samples(model, *parts)
+    one, two = write("one", plain(ATTENTION, GATE, seed=1)), write("two", kinds()["DoRA"])
+    first = with_lora(one, 1.0, model)
+    alone = samples(first, *parts)
+    both = samples(with_lora(two, 0.5, first), *parts)
+    differs(both, alone, 1e-3)
+    equal(samples(first, *parts), alone)
+    close(samples(with_lora(one, -1.0, first), *parts), before, 1e-5, "and taken away by its negative")
+    equal(samples(model, *parts), before)
 
 
 def check_a_lora_that_is_gone_leaves_nothing():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from graph import call, close, core, differs, encode, folder, loaded, opened, picture, prepared, samples
+from graph import call, close, core, counted, differs, encode, equal, folder, loaded, opened, picture, prepared, samples
 from safetensors.torch import load_file, save_file
 
 PARTS = {"transformer": ("transformer_blocks.", ".weight"), "text_encoder": ("model.language_model.layers.", "proj.weight")}
@@ -66,13 +66,26 @@ def check_quantised_denoiser():
 def check_denoiser_quantised_while_loading():
     """As the same weights in a file, but for the layers outside the blocks."""
     parts = prepared(pictures=1)
-    model = core("nodes.bridge_model").load_model(opened(), fp8=True)
+    with counted(core("nodes.loader"), "say") as said:
+        model = call("Qwen21Loader", checkpoint="random", weight_dtype="fp8")[0]
+    assert not said
     found, exact = samples(model, *parts, steps=1), samples(loaded()[0], *parts, steps=1)
     close(found, exact, 0.4)
     differs(found, exact, 1e-4)
     weights = {name: weight for name, weight in model.model.diffusion_model.named_parameters() if weight.ndim == 2}
     quantised = {name for name, weight in weights.items() if "QuantizedTensor" in (type(weight).__name__, type(weight.data).__name__)}
     assert quantised == {name for name in weights if name.startswith("transformer_blocks.")}
+
+
+def check_a_quantised_denoiser_stays_as_it_is():
+    parts = prepared(pictures=1)
+    for quantize in (fp8, int8, cast):
+        with checkpoint_with("transformer", quantize) as name:
+            expected = samples(call("Qwen21Loader", checkpoint=name)[0], *parts, steps=1)
+            with counted(core("nodes.loader"), "say") as said:
+                model = call("Qwen21Loader", checkpoint=name, weight_dtype="fp8")[0]
+            assert len(said) == 1 and "is quantised already and stays as it is" in said[0][0][0], said
+            equal(samples(model, *parts, steps=1), expected, quantize.__name__)
 
 
 def check_quantised_text_encoder():

@@ -291,6 +291,22 @@ def check_cache_is_emptied_when_the_model_is_unloaded():
     assert model.model.diffusion_model.cache.tree.nbytes() == 0
 
 
+def check_cache_goes_before_weights_when_another_model_wants_room():
+    """What loading a large model asks of those that are loaded."""
+    model, parts = loaded()[0], prepared(pictures=1)
+    expected = samples(model, *parts)
+    samples(model, *prepared("something else", pictures=2))
+    cache = model.model.diffusion_model.cache
+    kept, weights = cache.tree.nbytes(), model.loaded_size()
+    with replaced(comfy.model_management, "get_free_memory", lambda device=None, torch_free_too=False: (0, 0) if torch_free_too else 0):
+        comfy.model_management.free_memory(1000, model.load_device)
+    assert 0 < cache.tree.nbytes() < kept and model.loaded_size() == weights
+    with replaced(comfy.model_management, "get_free_memory", lambda device=None, torch_free_too=False: (0, 0) if torch_free_too else 0):
+        comfy.model_management.free_memory(1e12, model.load_device)
+    assert cache.tree.nbytes() == 0
+    equal(samples(model, *parts), expected)
+
+
 def check_cache_gives_way_when_memory_runs_out():
     model, parts = loaded()[0], prepared(pictures=1)
     denoiser = model.model.diffusion_model
