@@ -1,12 +1,15 @@
-"""A part's weights as ComfyUI's operations take them: plain, with the scales and notes of its own quantisations, or as GGUF blocks."""
+"""A part's weights as ComfyUI's operations take them: plain, with the scales and notes of its own quantisations, or as GGUF blocks.
+
+8-bit floats with a scale for each row become bfloat16: they are of no layout that ComfyUI has.
+"""
 
 import json
 
 import torch
 from torch import nn
 
-from ..qwen21.part import Part
-from ..qwen21.stored import is_packed, matrix
+from ..qwen21.part import Part, Weight
+from ..qwen21.stored import FLOAT8, is_packed, matrix
 
 
 def state_dict(part: Part, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -14,6 +17,9 @@ def state_dict(part: Part, module: nn.Module) -> dict[str, torch.Tensor]:
     state = {}
     for weight in part.weights(module):
         layer, _, leaf = weight.name.rpartition(".")
+        if _has_scales_by_row(weight):
+            state[weight.name] = matrix(weight.tensor, weight.kind, weight.shape, torch.bfloat16, weight.beside["weight_scale"])
+            continue
         state[weight.name] = weight.tensor
         state |= {f"{layer}.{name}": tensor for name, tensor in weight.beside.items()}
         if weight.quantization is not None:
@@ -26,6 +32,11 @@ def state_dict(part: Part, module: nn.Module) -> dict[str, torch.Tensor]:
             else:
                 state[weight.name] = matrix(weight.tensor, weight.kind, weight.shape, torch.float32)
     return state
+
+
+def _has_scales_by_row(weight: Weight) -> bool:
+    """Of 8-bit floats, for which ComfyUI's layout takes one scale a tensor: its CUDA kernel refuses more, and Triton's reads the first alone."""
+    return weight.quantization is not None and weight.quantization["format"] in FLOAT8.values() and weight.beside["weight_scale"].numel() > 1
 
 
 def quantization_of(part: Part) -> dict | None:

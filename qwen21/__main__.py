@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what a file or folder is: which part, in which layout and precision, how large, Turbo or not, a LoRA's rank and targets, and why it "
         "cannot be used if it cannot (exit code 1).",
     )
-    inspect.add_argument("source", metavar="FILE_OR_FOLDER", help="safetensors or GGUF file, checkpoint folder, or the folder of a part")
+    inspect.add_argument("source", metavar="FILE_OR_FOLDER", help="safetensors or GGUF file, checkpoint folder, the folder of a part, or tiny")
     inspect.add_argument("--json", action="store_true", help="print one line of JSON")
     inspect.add_argument("--debug", action="store_true", help="show the traceback of an error")
 

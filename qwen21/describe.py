@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .checkpoint import Checkpoint, meta_module
+from .checkpoint import TINY, TINY_FOLDER, Checkpoint, meta_module
 from .config import TransformerConfig
 from .errors import Qwen21Error
 from .files import GGUF, TensorFiles, open_tensors
@@ -26,8 +26,10 @@ CORE_FORMATS = set(FLOAT8.values())  # which the command reads as well as ComfyU
 def describe(source: Path) -> dict:
     """A JSON object about `source`: "source", "bytes", "parts" (a list of objects), "lora" (an object or None), "problems" (sentences).
 
-    Damage and misfits are problems; Qwen21Error is raised only if there is nothing of that name.
+    "tiny" is the built-in checkpoint. Damage and misfits are problems; Qwen21Error is raised only if there is nothing of that name.
     """
+    if not source.exists() and str(source) == TINY:
+        source = TINY_FOLDER
     if not source.exists():
         raise Qwen21Error(f"{source} is missing: give a file of tensors, or a folder")
     found: dict = {"source": str(source), "bytes": None, "parts": [], "lora": None, "problems": []}
@@ -68,11 +70,10 @@ def _describe_tensors(source: Path, files: TensorFiles, found: dict) -> None:
         with _noted(found):
             found["parts"].append(_describe_part(open_part(layout.part, source), found["problems"]))
     if not layouts:
-        what = other_model(files.tensors)
-        if what == "a LoRA" or any("lora" in name or name.endswith((".alpha", ".diff", ".w_norm")) for name in files.tensors):
+        if LoraFile.is_one(files.tensors):
             found["lora"] = _describe_lora(source, found)
         else:
-            found["problems"].append(f"{source} holds {what}, of which nothing is used here")
+            found["problems"].append(f"{source} holds {other_model(files.tensors)}, of which nothing is used here")
 
 
 def _describe_part(part: Part, problems: list[str]) -> dict:

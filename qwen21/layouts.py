@@ -15,7 +15,7 @@ from .files import Stored
 OLDER = {"scale_weight": "weight_scale", "scale_input": "input_scale"}  # what older files of scaled 8-bit floats call the scales beside a weight
 OLDER_MARK = "scaled_fp8"  # a tensor that only says that there are such scales
 
-# Names that only this model's part has; the number of dimensions tells a weight from a LoRA's.
+# Names that only this model's part has.
 MARKS = {
     "transformer": ("txt_in.text_norm.weight",),
     "text_encoder": ("visual.deepstack_merger_list.0.norm.weight",),

@@ -1,6 +1,7 @@
 """One part of the model (text encoder, denoiser or VAE) in the files it comes in, whatever their layout."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import nn
 from .config import read_json
 from .errors import Qwen21Error
 from .files import Read, TensorFiles, json_of, open_tensors
+from .ggml import is_readable
 from .layouts import OLDER_MARK, Layout, Piece, find_layout, layout_of, pieces_of
 from .stored import FLOAT8, PLAIN, StoredLinear, is_packed, matrix
 
@@ -66,8 +68,8 @@ class Part:
                 layer, _, kind = target.rpartition(".")
                 if kind == "comfy_quant":
                     layers[layer] = _parsed(read, piece)
-                elif kind == "weight" and isinstance(noted, dict) and isinstance(noted.get(piece.stored.name.removesuffix(".weight")), dict):
-                    layers.setdefault(layer, noted[piece.stored.name.removesuffix(".weight")])
+                elif kind == "weight" and isinstance(noted, dict) and piece.stored.name.removesuffix(".weight") in noted:
+                    layers.setdefault(layer, _with_format(noted[piece.stored.name.removesuffix(".weight")], piece))
                 elif kind == "weight" and piece.stored.dtype in FLOAT8 and f"{layer}.weight_scale" in self.pieces:
                     layers.setdefault(layer, {"format": FLOAT8[piece.stored.dtype]} | self._full_precision)
         return layers
@@ -86,7 +88,9 @@ class Part:
             path, name = piece.stored.path, piece.stored.name
             layer, _, kind = target.rpartition(".")
             if layer in self.quantization and f"{layer}.weight" in parameters and kind != "bias":
-                continue  # its weight has the packing's shape, and beside it lies whatever that needs
+                if kind == "weight" and self.quantization[layer]["format"] in FLOAT8.values():
+                    found += self._scaled_misfits(layer, tuple(parameters[target].shape))
+                continue  # what is packed has the packing's shape, and beside it lies whatever that needs
             if target not in parameters:
                 found.append(
                     f"{path} holds the tensor {name}, which a {type(module).__name__} of its size has not: it is another model's, take the file from a "
@@ -99,12 +103,30 @@ class Part:
                 found.append(f"{path}: tensor {name} has shape {piece.shape}, {asks} {expected}: weights and config come from different models")
             elif piece.stored.dtype not in (*PLAIN, *FLOAT8) and not is_packed(piece.stored.dtype):
                 found.append(f"{path} stores {name} as {piece.stored.dtype} without saying how it is quantised: take another file of this model")
+            elif is_packed(piece.stored.dtype) and not is_readable(piece.stored.dtype):
+                found.append(f"{path} stores {name} as {piece.stored.dtype}, which the gguf package does not read: take a file in another quantisation")
             elif piece.rows and is_packed(piece.stored.dtype) and piece.stored.count % piece.stored.shape[0]:
                 found.append(f"{path}: the rows of {name} are not whole blocks of {piece.stored.dtype}: take another file of this model")
         missing = parameters.keys() - self.pieces.keys()
         if missing:
             found.append(f"{self.source} lacks {len(missing)} of {len(parameters)} tensors, the first is {min(missing)}: download it again")
         return [" ".join(sentence.split()) for sentence in found]  # names may hold anything
+
+    def _scaled_misfits(self, layer: str, expected: tuple[int, ...]) -> list[str]:
+        """Why a weight of 8-bit floats and the scale beside it do not stand for a matrix of shape `expected`; empty if they do."""
+        weight, scale, kind = self.pieces[f"{layer}.weight"], self.pieces.get(f"{layer}.weight_scale"), self.quantization[layer]["format"]
+        what = f"{weight.stored.path}: tensor {weight.stored.name}"
+        if FLOAT8.get(weight.stored.dtype) != kind:
+            return [f"{what} is stored as {weight.stored.dtype}, but noted as {kind}: take another file of this model"]
+        if weight.shape != expected:
+            return [f"{what} has shape {weight.shape}, expected {expected}: weights and config come from different models"]
+        if scale is None:
+            return [f"{what} lacks its scale ({layer}.weight_scale): download the file again"]
+        if math.prod(scale.shape) != 1 and scale.shape not in ((expected[0],), (expected[0], 1)):
+            return [
+                f"{what} has a scale of shape {scale.shape}, expected one number, or one for each of its {expected[0]} rows: take another file of this model"
+            ]
+        return []
 
     def weights(self, module: nn.Module) -> Iterator[Weight]:
         """Every parameter of `module`, read one by one. Raises Qwen21Error that names the tensor if one is missing, unknown, or of another shape."""
@@ -118,6 +140,8 @@ class Part:
                 if kind == "weight" and layer in self.quantization:
                     quantization = self.quantization[layer]
                     beside = {kind: _rows(read(one.stored), one) for kind, one in self._beside[layer].items()}
+                    if quantization["format"] in FLOAT8.values() and beside["weight_scale"].ndim == 1:
+                        beside["weight_scale"] = beside["weight_scale"][:, None] if len(beside["weight_scale"]) > 1 else beside["weight_scale"][0]
                 elif not is_packed(piece.stored.dtype):
                     tensor = tensor.reshape(parameter.shape)
                 yield Weight(name, tensor, piece.stored.dtype, tuple(parameter.shape), quantization, beside)
@@ -136,7 +160,7 @@ class Part:
         """Give `module`, built under `meta_parameters`, its weights on `device`: plain ones in `dtype`, 8-bit floats and GGUF blocks as they are,
         in linear layers that make a matrix of them when it is used. Raises Qwen21Error, also for what only ComfyUI's operations can read."""
         for weight in self.weights(module):
-            if weight.quantization is not None and weight.kind not in FLOAT8:
+            if weight.quantization is not None and weight.quantization["format"] not in FLOAT8.values():
                 stored = self.pieces[weight.name].stored
                 raise Qwen21Error(
                     f"{stored.path} is quantised for ComfyUI ({stored.name} is {weight.quantization['format']}): load it with the nodes, or take the "
@@ -169,7 +193,8 @@ def open_part(name: str, source: Path) -> Part:
         if source.is_file() and config.get(key) != value:
             config = None
     files = open_tensors(folder)
-    layout = layout_of(name, files.tensors, source) if config is None else find_layout(name, files.tensors) or Layout(name, "", "diffusers")
+    is_own = config is not None and _OWN[name][0] in config  # its values are compared later, where the config is read
+    layout = find_layout(name, files.tensors) or Layout(name, "", "diffusers") if is_own else layout_of(name, files.tensors, source)
     return Part(name, files, layout, pieces_of(layout, files.tensors), config, config_path)
 
 
@@ -181,11 +206,16 @@ def _parsed(read: Read, piece: Piece) -> dict:
     try:
         if piece.stored.count > LONGEST_NOTE:
             raise ValueError
-        conf = json.loads(bytes(read(piece.stored).flatten().tolist()))
-        if isinstance(conf["format"], str):
-            return conf
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
+        note = json.loads(bytes(read(piece.stored).flatten().tolist()))
+    except (ValueError, TypeError, RecursionError):
+        note = None
+    return _with_format(note, piece)
+
+
+def _with_format(note: object, piece: Piece) -> dict:
+    """A `note` about a quantised layer, found in or for `piece`. Raises Qwen21Error if it does not name a format."""
+    if isinstance(note, dict) and isinstance(note.get("format"), str):
+        return note
     raise Qwen21Error(f"{piece.stored.path}: {piece.stored.name} does not say how its layer is quantised: download the file again")
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -47,6 +47,11 @@ class LoraFile:
     unknown: tuple[str, ...]
     config: Mapping[str, object] = field(default_factory=dict)  # PEFT's, for alpha
 
+    @staticmethod
+    def is_one(names: Iterable[str]) -> bool:
+        """Whether a file whose tensors have these `names` is meant as a LoRA."""
+        return any(_KEY.fullmatch(name) or "lora" in name for name in names)
+
     @classmethod
     def read(cls, path: str | Path) -> "LoraFile":
         """Raises Qwen21Error that names the file if it is not safetensors, is damaged, or holds two adapters."""
@@ -66,7 +71,8 @@ class LoraFile:
                 roles, role = layers.setdefault(match["layer"], {}), _ROLES[match["ending"]]
                 if role in roles:
                     raise Qwen21Error(f"the LoRA {path} has two tensors for one place, the second is {key}: give a file with a single adapter")
-                roles[role] = _readable(file.get_tensor(key), key, path)
+                tensor = file.get_tensor(key)
+                roles[role] = _readable(tensor.float() if role == "alpha" else tensor, key, path)  # some trainers write a whole number
             config = _peft_config(file.metadata() or {}, path)
         return cls(path.name, layers, tuple(unknown), config)
 

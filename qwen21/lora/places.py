@@ -89,10 +89,12 @@ def flat(name: str) -> str:
 def find(name: str, known: Mapping[str, Place]) -> Place | None:
     """The place that a file calls `name`, behind any of the PREFIXES."""
     name = flat(name).lstrip("_")
-    if name in known:
-        return known[name]
-    rests = (name.removeprefix(f"{prefix}_") for prefix in PREFIXES if name.startswith(f"{prefix}_"))
-    return next((place for rest in rests if (place := find(rest, known))), None)
+    while name not in known:
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}_")), None)
+        if prefix is None:
+            return None
+        name = name.removeprefix(f"{prefix}_").lstrip("_")
+    return known[name]
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -136,6 +136,17 @@ def test_inspect_a_checkpoint(inspect, turbo_folder):
     assert row(lines, "turbo") == "yes, 8 steps" and lines[-1] == "no problems found"
 
 
+def test_inspect_the_built_in_checkpoint_by_its_name(inspect, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [part["part"] for part in inspect("tiny")[0]["parts"]] == ["text_encoder", "transformer", "vae"]
+
+
+@pytest.mark.parametrize("ending", ["oft_blocks", "set_weight", "lokr_w1", "hada_w1_a", "dora_scale"])
+def test_inspect_knows_a_lora_of_any_kind(inspect, tmp_path, ending):
+    save_file({f"transformer_blocks.0.attn.to_q.{ending}": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    assert inspect(tmp_path / "x.safetensors", 1)[0]["lora"]["layers"] == 1
+
+
 def test_inspect_a_fused_file_in_8_bit_floats(inspect, small, tmp_path):
     tensors = files.prefixed(files.scaled8(files.fused(load(small, "transformer")), files.comfy_note), "model.diffusion_model.")
     save_file(tensors, tmp_path / "turbo.safetensors")

@@ -110,11 +110,14 @@ NOTES = {
 
 @pytest.mark.parametrize("note", NOTES)
 @pytest.mark.parametrize("fuse", [False, True], ids=["split", "fused"])
-@pytest.mark.parametrize("rows", [False, True], ids=["one scale", "a scale a row"])
-def test_scaled_8_bit_floats(small, save, note, fuse, rows):
+@pytest.mark.parametrize("scale", ["one scale", "a scale a row", "a list of scales"])
+def test_scaled_8_bit_floats(small, save, note, fuse, scale):
     noted, more, metadata = NOTES[note]
     tensors = load(small, "transformer")
-    path = save(files.prefixed(files.scaled8(files.fused(tensors) if fuse else tensors, noted, rows) | more, "model.diffusion_model."), metadata=metadata)
+    scaled = files.scaled8(files.fused(tensors) if fuse else tensors, noted, rows=scale != "one scale")
+    if scale == "a list of scales":
+        scaled = {name: value.flatten() if "scale" in name else value for name, value in scaled.items()}
+    path = save(files.prefixed(scaled | more, "model.diffusion_model."), metadata=metadata)
     checkpoint = Checkpoint(small, transformer=path)
     assert isinstance(checkpoint.transformer(CPU, torch.float32).transformer_blocks[1].img_mlp.proj, StoredLinear)
     found, exact = velocity(checkpoint), velocity(Checkpoint(small))
@@ -151,6 +154,16 @@ def test_gguf_in_half_precision_and_bfloat16(small, tmp_path):
     }
     files.write_gguf(tmp_path / "x.gguf", tensors | halves)
     assert difference(velocity(Checkpoint(small, transformer=tmp_path / "x.gguf")), velocity(Checkpoint(small))) < 0.01
+
+
+def test_a_type_that_the_package_only_names_is_refused(small, tmp_path):
+    pytest.importorskip("gguf")
+    path, tensors = tmp_path / "x.gguf", load(small, "transformer")
+    name = matrices(tensors)[0]
+    rows, columns = tensors[name].shape
+    files.write_gguf(path, tensors | {name: (np.zeros((rows, columns // 256 * 292), dtype=np.uint8), "Q8_K")})
+    with pytest.raises(Qwen21Error, match=f"stores {name} as Q8_K, which the gguf package does not read"):
+        Checkpoint(small, transformer=path).transformer(CPU, torch.float32)
 
 
 def test_gguf_without_its_package_says_what_to_install(small, tmp_path, monkeypatch):
@@ -315,6 +328,39 @@ def test_what_only_comfyui_can_read_is_named(small, save):
         checkpoint.transformer(CPU, torch.float32)
 
 
+def test_mxfp8_keeps_8_bit_floats_too_but_not_by_one_scale(small, save):
+    tensors = load(small, "transformer")
+    name = matrices(tensors)[0]
+    scales = torch.full((tensors[name].shape[0], tensors[name].shape[1] // 32), 127, dtype=torch.uint8)
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn)} | files.comfy_note(name.removesuffix(".weight"), scales, "mxfp8")
+    with pytest.raises(Qwen21Error, match="quantised for ComfyUI.*mxfp8.*load it with the nodes"):
+        Checkpoint(small, transformer=save(tensors)).transformer(CPU, torch.float32)
+
+
+LAYER = "transformer_blocks.0.attn.to_q"
+MISFITS = {
+    "no scale": ({}, [f"{LAYER}.weight_scale"], "lacks its scale"),
+    "a scale of another length": (
+        {f"{LAYER}.weight_scale": torch.ones(3)},
+        [],
+        r"a scale of shape \(3,\), expected one number, or one for each of its 256 rows",
+    ),
+    "a scale a block": ({f"{LAYER}.weight_scale": torch.ones(2, 2)}, [], r"a scale of shape \(2, 2\)"),
+    "another shape": ({f"{LAYER}.weight": torch.zeros(100, 256, dtype=torch.float8_e4m3fn)}, [], r"has shape \(100, 256\), expected \(256, 256\)"),
+    "another dtype": ({f"{LAYER}.weight": torch.zeros(256, 256)}, [], "stored as F32, but noted as float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_scaled_8_bit_floats_that_do_not_fit_are_refused(small, save, what):
+    more, without, expected = MISFITS[what]
+    tensors = files.scaled8(load(small, "transformer"), files.comfy_note) | more
+    path = save({name: value for name, value in tensors.items() if name not in without})
+    with pytest.raises(Qwen21Error, match=expected) as raised:
+        Checkpoint(small, transformer=path).transformer(CPU, torch.float32)
+    assert f"{path}: tensor {LAYER}.weight" in str(raised.value)
+
+
 def test_integers_that_nothing_explains_are_refused(small, save):
     tensors = load(small, "transformer")
     name = matrices(tensors)[0]
@@ -336,6 +382,25 @@ def test_a_broken_note_about_quantisation_is_named(small, save, note):
     checkpoint = Checkpoint(small, transformer=save(tensors | {f"{layer}.comfy_quant": torch.frombuffer(bytearray(note), dtype=torch.uint8)}))
     with pytest.raises(Qwen21Error, match=f"{layer}.comfy_quant does not say"):
         checkpoint.transformer(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("note", [1, {"fmt": "int8_tensorwise"}, {"format": None}])
+def test_a_broken_note_in_the_metadata_is_named(small, save, note):
+    tensors = load(small, "transformer")
+    layer = matrices(tensors)[0].removesuffix(".weight")
+    path = save(
+        tensors | {f"{layer}.weight": torch.zeros(256, 256, dtype=torch.int8)}, metadata={"_quantization_metadata": json.dumps({"layers": {layer: note}})}
+    )
+    with pytest.raises(Qwen21Error, match=f"{layer}.weight does not say"):
+        Checkpoint(small, transformer=path).transformer(CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "folder", "held"), [("transformer", "text_encoder", "Qwen3-VL text encoder"), ("vae", "text_encoder", "Qwen3-VL text encoder")]
+)
+def test_the_folder_of_another_part_is_refused_by_what_it_holds(small, part, folder, held):
+    with pytest.raises(Qwen21Error, match=f"{folder} holds the {held}, expected"):
+        Checkpoint(small, **{part: small / folder})
 
 
 def test_linear_layers_keep_their_sizes(small, save):

@@ -125,6 +125,14 @@ def test_ranks_may_differ_and_a_tensor_of_alpha_counts_before_the_metadata(trans
     assert fitted(path, transformer).kinds == {"LoRA of rank 1": 1, "LoRA of rank 8": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.float64])
+def test_alpha_may_be_a_whole_number(dtype, transformer, applied, tmp_path):
+    factors = random_factors(transformer)
+    written = [spelled(factors, *DIFFUSERS) | {f"transformer.{name}.alpha": torch.tensor(2, dtype=one) for name in factors} for one in (torch.float32, dtype)]
+    expected, found = (applied(write(tmp_path / f"{i}.safetensors", tensors)) for i, tensors in enumerate(written))
+    assert torch.equal(found, expected)
+
+
 def test_alpha_beside_a_file_of_peft(transformer, applied, tmp_path):
     factors = random_factors(transformer)
     tensors = spelled(factors, "base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight")
@@ -407,6 +415,7 @@ PAIR = {f"{ATTENTION}.lora_A.weight": torch.ones(2, WIDTH), f"{ATTENTION}.lora_B
         (PAIR | {"lora_te_layers_0_q.lora_down.weight": torch.ones(2, 2)}, "fits 1 of its 2 layers: lora_te_layers_0_q belongs to the text encoder"),
         (PAIR | {f"{ATTENTION}.lora_mid.weight": torch.ones(2, 2)}, "fits 1 of its 1 layers: .*lora_mid.weight is no layer.*or of a kind not known"),
         (PAIR | {"strange": torch.ones(2)}, "strange is no layer"),
+        ({f"{'dit_' * 2000}a.lora_A.weight": torch.ones(2, 2)}, "is no layer"),
         ({f"{ATTENTION}.weight": torch.ones(WIDTH, WIDTH)}, "holds no LoRA, but tensors such as"),
         ({}, "holds nothing"),
         ({f"{ATTENTION}.lora_A.weight": torch.ones(2, WIDTH)}, "lacks lora_B"),

@@ -184,6 +184,18 @@ def check_every_quantisation_of_comfyui_fused():
         differs(found, exact, 1e-4, name)
 
 
+def check_8_bit_floats_with_a_scale_a_row_become_plain_matrices():
+    """ComfyUI's layout has one scale a tensor, and its kernels would refuse the others or leave them out."""
+    scaled = files.scaled8(plain(), files.comfy_note, rows=True)
+    for tensors in (scaled, {name: value.flatten() if name.endswith("weight_scale") else value for name, value in scaled.items()}):
+        with denoiser(tensors) as file:
+            model = call("Qwen21Loader", checkpoint=file)[0]
+            weight = model.model.diffusion_model.transformer_blocks[0].attn.to_q.weight
+            assert not isinstance(weight, QuantizedTensor) and weight.dtype.itemsize > 1
+            close(weight.float(), plain()["transformer_blocks.0.attn.to_q.weight"], 0.05, "weight")
+            close(samples(model, *parts(), steps=1), samples(single()[0], *parts(), steps=1), 0.2, "latents")
+
+
 def check_scaled_8_bit_floats_however_they_are_noted():
     exact = samples(single()[0], *parts(), steps=1)
     bare = lambda layer, scale: {f"{layer}.weight_scale": scale}
