@@ -48,7 +48,8 @@ def tooltips(inputs: dict):
 
 
 def test_starts_without_an_import_failure(comfy_server, information):
-    log = comfy_server.log.read_text()
+    log = comfy_server.log.read_text().partition("got prompt")[0]  # runs that were to fail come after
+    assert "Import times" in log
     assert "IMPORT FAILED" not in log and "Cannot import" not in log and "Traceback" not in log
 
 

@@ -19,7 +19,6 @@ WORKFLOWS = sorted((REPOSITORY / "workflows").glob("*.json"))
 NAMES = [file.stem for file in WORKFLOWS]
 NODES = ["Qwen21Loader", "Qwen21Lora", "Qwen21Encode", "Qwen21ReferenceLatents", "Qwen21Sampler", "Qwen21Decode", "Qwen21Schedule", "Qwen21PrefixCache"]
 RUN = "text_to_image"
-PICTURE = "example.png"
 
 
 def missing_tool() -> str | None:
@@ -45,19 +44,8 @@ def driver() -> str:
 
 
 @pytest.fixture(scope="module")
-def server(comfy_server, comfyui):
-    """The server, with the picture in its input folder that every new ComfyUI has."""
-    shipped, here = comfyui.folder / "input" / PICTURE, comfy_server.base / "input" / PICTURE
-    if shipped.is_file():
-        shutil.copy(shipped, here)
-    else:
-        Image.new("RGB", (768, 768), "orange").save(here)
-    return comfy_server
-
-
-@pytest.fixture(scope="module")
-def information(server) -> dict:
-    return server.get("/object_info")
+def information(comfy_server) -> dict:
+    return comfy_server.get("/object_info")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +71,7 @@ def api_workflow(name: str, checkpoint: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def reports(driver, server, checkpoint, tmp_path_factory) -> dict[str, dict]:
+def reports(driver, comfy_server, checkpoint, tmp_path_factory) -> dict[str, dict]:
     """What the front end said about each workflow, by name; and about one that is broken on purpose."""
     folder = tmp_path_factory.mktemp("workflows")
     workflows = {file.stem: ui_workflow(file, checkpoint) for file in WORKFLOWS}
@@ -93,7 +81,7 @@ def reports(driver, server, checkpoint, tmp_path_factory) -> dict[str, dict]:
     for name, workflow in {**workflows, "broken": broken}.items():
         files.append(folder / f"{name}.json")
         files[-1].write_text(json.dumps(workflow), encoding="utf-8")
-    command = [driver, FRONTEND / "open.mjs", f"http://127.0.0.1:{server.port}", "--run", RUN, *files]
+    command = [driver, FRONTEND / "open.mjs", f"http://127.0.0.1:{comfy_server.port}", "--run", RUN, *files]
     done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return {report["name"]: report for report in json.loads(done.stdout)}
@@ -151,27 +139,25 @@ def test_workflow_passes_comfy_cli(information, checkpoint, tmp_path, name, kind
     assert (data["valid"], data["errors"], data["warnings"]) == (True, [], [])
 
 
-def test_masked_edit_leaves_everything_else_to_the_bit(server, checkpoint):
+def test_masked_edit_leaves_everything_else_to_the_bit(comfy_server, checkpoint):
     """With a picture whose sides are no multiples of 32, and a random model, so that the inside certainly changes."""
     width, height, box = 120, 72, (60, 40)
     picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(picture).save(server.base / "input/odd.png")
+    Image.fromarray(picture).save(comfy_server.base / "input/odd.png")
     graph = api_workflow("masked_edit", checkpoint)
-    (load,) = (name for name, node in graph.items() if node["class_type"] == "LoadImage")
+    graph["own"] = {"class_type": "LoadImage", "inputs": {"image": "odd.png"}}
     (painted,) = (node["inputs"]["destination"] for node in graph.values() if node["class_type"] == "ImageCompositeMasked")
     for node in graph.values():
         inputs = node["inputs"]
-        inputs |= {name: [load, 0] for name, value in inputs.items() if value == painted}  # as its note says
-        if node["class_type"] == "LoadImage":
-            inputs["image"] = "odd.png"
-        elif node["class_type"] == "SolidMask" and inputs["value"]:
+        inputs |= {name: ["own", 0] for name, value in inputs.items() if value == painted}  # as its note says
+        if node["class_type"] == "SolidMask" and inputs["value"]:
             inputs["width"], inputs["height"] = box
         elif node["class_type"] == "Qwen21Sampler":
             inputs["steps"] = 2
-    finished = server.run(graph)
+    finished = comfy_server.run(graph)
     assert finished.error is None
     saved = next(output["images"][0] for output in finished.history["outputs"].values() if "images" in output)
-    result = np.asarray(Image.open(server.base / "output" / saved["subfolder"] / saved["filename"]))
+    result = np.asarray(Image.open(comfy_server.base / "output" / saved["subfolder"] / saved["filename"]))
     inside = np.zeros((height, width), dtype=bool)
     inside[: box[1], : box[0]] = True
     assert np.array_equal(result[~inside], picture[~inside])
@@ -179,8 +165,8 @@ def test_masked_edit_leaves_everything_else_to_the_bit(server, checkpoint):
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_help_page_is_served_and_names_every_input_and_output(server, information, node):
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/extensions/qwen-image-21/docs/{node}.md", timeout=60) as answer:
+def test_help_page_is_served_and_names_every_input_and_output(comfy_server, information, node):
+    with urllib.request.urlopen(f"http://127.0.0.1:{comfy_server.port}/extensions/qwen-image-21/docs/{node}.md", timeout=60) as answer:
         page = answer.read().decode()
     inputs = [name for group in information[node]["input"].values() for name in group if name not in ("images", "unique_id")]
     for name in [*inputs, *information[node]["output_name"]]:
@@ -188,8 +174,8 @@ def test_help_page_is_served_and_names_every_input_and_output(server, informatio
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_chinese_texts_cover_every_input_and_tooltip(server, information, node):
-    texts = server.get("/i18n")["zh"]["nodeDefs"][node]
+def test_chinese_texts_cover_every_input_and_tooltip(comfy_server, information, node):
+    texts = comfy_server.get("/i18n")["zh"]["nodeDefs"][node]
     assert texts["display_name"] and texts["description"]
     declared = {name: options for kind in ("required", "optional") for name, options in information[node]["input"].get(kind, {}).items()}
     assert set(texts["inputs"]) - {"control_after_generate"} == set(declared)

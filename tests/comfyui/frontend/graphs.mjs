@@ -1,7 +1,6 @@
 // The example graphs, in one place: what is in them and how they are grouped. build.mjs turns them into workflows/*.json and workflows/api/*.json.
 
 export const CHECKPOINT = 'tiny'; // what the loader shows when a graph is opened: its first entry
-const PICTURE = 'example.png'; // comes with ComfyUI, in its input folder
 
 const BLUE = '#3f789e', GREEN = '#8A8', VIOLET = '#88A', OCHRE = '#b58b2a';
 
@@ -35,8 +34,7 @@ const unsized = '. It edits at an area of 1024 x 1024 unless you say otherwise.'
 
 const loader = { id: 'loader', type: 'Qwen21Loader', set: { checkpoint: CHECKPOINT } };
 const encode = (id, prompt, from = {}, set = {}) => ({ id, type: 'Qwen21Encode', size: [400, 400], set: { prompt, ...set }, from: { clip: 'loader.CLIP', ...from } });
-// A picture to begin with that the tiny model understands, and beside it the node for one's own.
-const own = (title = 'Your own picture: connect this instead') => ({ type: 'LoadImage', title, size: [300, 330], set: { image: PICTURE } });
+// A picture to begin with that the tiny model understands.
 const painted = (id, prompt, seed = 7) => [
   { ...encode(`${id}_encode`, prompt), size: [400, 330] },
   { ...sampler(`${id}_sampler`, `${id}_encode`, 'canvas.LATENT', { seed }), size: [320, 400] },
@@ -70,11 +68,11 @@ Write what you want to see and press **Run**.
   edit_one_picture: [[
     group('Read me', BLUE, note(`
 ## Edit one picture
-A picture is painted, then changed. For one of your own connect **Load Image** to *image_1*, say what to change and press **Run**. The result has its proportions.
+A picture is painted, then changed. For one of your own add **Load Image** (double-click the canvas), connect it to *image_1*, say what to change and press **Run**. The result has its proportions.
 
 - **size_policy** auto keeps clear of 1024 x 1024, where the model may hand back a near-copy. *keep* edits the picture's own pixels without resampling.
 - Only the prompt changed? The picture is not encoded by the VAE again.`, unsized)),
-    group('Model', BLUE, loader, empty('canvas'), own()),
+    group('Model', BLUE, loader, empty('canvas')),
     group('A picture to edit', BLUE, ...painted('picture', 'a large red star in the center on a plain blue background')),
     group('What to change', GREEN, encode('encode', 'change the background to a yellow to green vertical gradient background', { 'images.image_1': 'picture.image' }), references('references', 'encode')),
     group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
@@ -85,7 +83,7 @@ A picture is painted, then changed. For one of your own connect **Load Image** t
     [
       group('Read me', BLUE, note(`
 ## Combine three pictures
-Three pictures are painted, then put together; for your own connect **Load Image** in their place. In the prompt they are **&lt;image1&gt;**, **&lt;image2&gt;** and **&lt;image3&gt;**, by the input they are connected to.
+Three pictures are painted, then put together; for your own add three **Load Image** (double-click the canvas) and connect them in their place. In the prompt they are **&lt;image1&gt;**, **&lt;image2&gt;** and **&lt;image3&gt;**, by the input they are connected to.
 
 - Up to ten pictures: a new input appears as you connect the last.
 - **canvas** says whose size the result gets: the last picture's, the first's, or your own.`, unsized)),
@@ -94,7 +92,7 @@ Three pictures are painted, then put together; for your own connect **Load Image
       group('<image3>', BLUE, ...painted('picture_3', 'a small green ring in the top right on a cyan to purple vertical gradient background', 9)),
     ],
     [
-      group('Model', BLUE, loader, empty('canvas'), own()),
+      group('Model', BLUE, loader, empty('canvas')),
       group('What to make of them', GREEN,
         encode('encode', 'put the pink square of <image1> and the yellow triangle of <image2> on the background of <image3>',
           Object.fromEntries([1, 2, 3].map(i => [`images.image_${i}`, `picture_${i}.image`]))),
@@ -111,7 +109,7 @@ Three pictures are painted, then put together; for your own connect **Load Image
 Above: a sticker from words. Below: that sticker in, another sticker out.
 
 - Transparency is asked for in words. Keep the first and the last sentence of the prompts, write in between.
-- A sticker of your own: **Load Image** splits it into RGB and MASK, **Join Image with Alpha** makes four channels of them again, so that the model sees what is transparent. Connect that to *image_1*.
+- A sticker of your own: add **Load Image**, which splits it into RGB and MASK, and **Join Image with Alpha**, which makes four channels of them again, so that the model sees what is transparent. Connect that to *image_1*.
 - The PNG has alpha because **rgba** is saved, not *image*.
 - **alpha** snap removes the haze of nearly clear pixels and the fringes.`, ': the canvas above then wants 1024 x 1024.')),
       group('Model', BLUE, loader),
@@ -122,8 +120,6 @@ Above: a sticker from words. Below: that sticker in, another sticker out.
     ],
     [
       null,
-      group('Your own, with its alpha', BLUE, { ...own('Picture or sticker'), id: 'picture' },
-        { id: 'joined', type: 'JoinImageWithAlpha', from: { image: 'picture.IMAGE', alpha: 'picture.MASK' } }),
       group('What to make of it', GREEN, encode('encode_edit', 'add a small blue star in the top right', { 'images.image_1': 'decode.rgba' }), references('references', 'encode_edit')),
       group('Paint', VIOLET, sampler('sampler_edit', 'references', 'references.latent'), decode('decode_edit', 'sampler_edit.latent')),
       group('Changed sticker', OCHRE, save('decode_edit.rgba', 'sticker_edit', 'Save with transparency')),
@@ -138,8 +134,8 @@ Only the masked rectangle is replaced; every pixel outside it stays as it was, t
 - **size_policy** keep: the reference's own pixels, so the result lies exactly on the picture. Up to 4.5 megapixels.
 - After decoding, **Image Composite Masked** puts the new pixels on the original through the mask.
 - A mask of your own: right-click the picture, *Open in MaskEditor*, then connect the picture's MASK to the composite in place of the rectangle's. Do not blur it if the rest must stay exact.
-- A picture of your own: connect **Load Image** to *image_1*, **Get Image Size** and the composite.`, '. Pictures near a megapixel suit it best.')),
-    group('Model', BLUE, loader, empty('canvas'), own()),
+- A picture of your own: add **Load Image** (double-click the canvas) and connect it to *image_1*, **Get Image Size** and the composite.`, '. Pictures near a megapixel suit it best.')),
+    group('Model', BLUE, loader, empty('canvas')),
     group('A picture to edit', BLUE, ...painted('picture', 'a large red star in the center on a plain blue background')),
     group('What to change', GREEN, encode('encode', 'change the background to a plain yellow background', { 'images.image_1': 'picture.image' }, { size_policy: 'keep' }), references('references', 'encode')),
     group('Paint', VIOLET, sampler('sampler', 'references', 'references.latent'), decode('decode', 'sampler.latent')),
