@@ -8,16 +8,14 @@ const files = fullSize => `
 ### Files
 Nothing is needed to try it: **${CHECKPOINT}** is in the pack. It paints simple coloured shapes, 256 pixels wide.
 
-The full model, as a folder in the diffusers layout:
+The full model, as single files (safetensors, quantised or not, or GGUF) or as a folder in the diffusers layout:
 
 \`\`\`
-ComfyUI/models/diffusers/Qwen-Image-2.1/
-    model_index.json
-    processor/
-    scheduler/
-    text_encoder/
-    transformer/
-    vae/
+ComfyUI/models/
+    diffusion_models/   the denoiser
+    text_encoders/      Qwen3-VL 8B
+    vae/                its VAE
+    diffusers/          or a folder with model_index.json
 \`\`\`
 
 Then press **R**, choose it in the loader${fullSize}
