@@ -281,3 +281,8 @@ def check_a_turbo_file_samples_its_own_sigmas():
     model = call("Qwen21Loader", checkpoint="small_turbo.safetensors")[0]
     assert model.model.model_config.index.sample_sigmas == core("qwen21.schedule").TURBO_SIGMAS
     path("diffusion_models", "small_turbo.safetensors").unlink()
+
+
+def check_a_denoiser_does_not_take_the_sigmas_of_a_turbo_folder_that_lends_it_a_vae():
+    model = call("Qwen21Loader", checkpoint=SMALL, vae="turbo")[0]
+    assert model.model.model_config.index.sample_sigmas == () and model.model.model_config.schedule == core("qwen21.config").ScheduleConfig()
