@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import Qwen21Error, UsageError
-from ..files import open_safetensors
+from ..files import GGUF, SAFETENSORS, open_safetensors
 from .places import Change, Lora, Place, find
 from .updates import Additive, Butterfly, Decomposed, Difference, Generalized, Hadamard, Kronecker, LowRank, Replacement, Rotation, Update
 
@@ -60,7 +60,9 @@ class LoraFile:
         path = Path(path)
         if not path.is_file():
             raise Qwen21Error(f"the LoRA {path} is not a file: give a .safetensors file")
-        if path.suffix.lower() not in (".safetensors", ".sft"):
+        if path.suffix.lower() == GGUF:
+            raise Qwen21Error(f"the LoRA {path} is GGUF, and LoRAs are read from safetensors only: take the .safetensors file that it was made of")
+        if path.suffix.lower() not in SAFETENSORS:
             raise Qwen21Error(f"the LoRA {path} is not safetensors, the only format read here: pickled files can run programs, convert it first")
         layers: dict[str, dict[str, torch.Tensor]] = {}
         unknown = []

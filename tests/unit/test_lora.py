@@ -531,6 +531,14 @@ def test_metadata_that_makes_no_sense(metadata, transformer, tmp_path):
     assert "the alpha of the LoRA" in refused(transformer, tmp_path, tensors, lora_adapter_metadata=metadata)
 
 
+@pytest.mark.parametrize(("name", "words"), [("a.gguf", "is GGUF, and LoRAs are read from safetensors only"), ("a.pt", "pickled files can run programs")])
+def test_only_safetensors_are_read(name, words, tmp_path):
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(Qwen21Error, match=words) as error:
+        LoraFile.read(tmp_path / name)
+    assert ("pickled" in str(error.value)) == (name == "a.pt")
+
+
 def test_file_and_strength(tmp_path):
     path = write(tmp_path / "a:0.5.safetensors", {})
     plain = write(tmp_path / "a.safetensors", {})
