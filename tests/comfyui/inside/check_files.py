@@ -6,11 +6,12 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import folder_paths
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor, get_layout_class
-from graph import call, close, core, differs, encode, picture, references, samples, sentence
+from graph import call, close, core, differs, encode, folder, picture, references, samples, sentence
 from safetensors.torch import load_file, save_file
 
 sys.path += [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]  # behind ComfyUI's own: there is a `nodes` of ours
@@ -274,6 +275,36 @@ def check_text_encoder_quantised_by_comfyui():
         close(found[0][0], exact[0][0], tolerance, kind)
         differs(found[0][0], exact[0][0], 1e-4, kind)
         file.unlink()
+
+
+def check_a_file_that_is_replaced_in_a_folder_is_seen():
+    """The folder's own time stays what it was."""
+    files, part = core("nodes.model_files"), "text_encoder"
+    with TemporaryDirectory() as temporary:
+        made = Path(temporary, "made")
+        shutil.copytree(folder("random"), made)
+        for source in (made, made / part):
+            config, weights = made / part / "config.json", made / part / "model.safetensors"
+            before, whole = config.read_text(), weights.read_bytes()
+            times = [one.stat().st_mtime_ns for one in (made, made / part)]
+            assert files.fact(part, str(source)) == 64
+            values = json.loads(before)
+            values["text_config"]["hidden_size"] = 96
+            config.write_text(json.dumps(values))
+            assert files.fact(part, str(source)) == 96
+            config.write_text(before)
+            assert files.fact(part, str(source)) == 64
+            weights.write_bytes(whole[:100])
+            assert files.fact(part, str(source)) is None
+            weights.write_bytes(whole)
+            assert files.fact(part, str(source)) == 64
+            assert times == [one.stat().st_mtime_ns for one in (made, made / part)]
+        beside = Path(temporary, "x.safetensors")
+        shutil.copy(path("text_encoders"), beside)
+        assert files.fact(part, str(beside)) == 256
+        beside.with_name("config.json").write_text(json.dumps(values))
+        assert files.fact(part, str(beside)) == 96
+    assert files.fact(part, str(made)) is None
 
 
 def check_a_turbo_file_samples_its_own_sigmas():
