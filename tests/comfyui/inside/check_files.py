@@ -271,6 +271,8 @@ def check_text_encoder_quantised_by_comfyui():
         file = path("text_encoders", "variant.safetensors")
         save_file({name: value.contiguous() for name, value in made.items()}, file)
         clip = call("Qwen21Loader", checkpoint=SMALL, text_encoder=file.name)[1]
+        packed = [one.weight for one in clip.cond_stage_model.modules() if isinstance(getattr(one, "weight", None), QuantizedTensor)]
+        assert len(packed) == len(files.matrices(source)) and {one._layout_cls for one in packed} == {layout}, kind
         found, _ = encode("a red star", images={"image_1": picture(256, 256)}, resolution=256, clip=clip)
         close(found[0][0], exact[0][0], tolerance, kind)
         differs(found[0][0], exact[0][0], 1e-4, kind)
