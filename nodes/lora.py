@@ -19,7 +19,7 @@ class Qwen21Lora(io.ComfyNode):
             display_name="Qwen-Image 2.1 LoRA",
             category=CATEGORY,
             description="Applies a LoRA in any trainer's layout, and says how many of its layers matched; one that fits only in part is refused.",
-            search_aliases=["qwen image 2.1", "lora", "dora", "lycoris", "lokr", "loha", "load lora"],
+            search_aliases=["qwen image 2.1", "lora", "dora", "lycoris", "lokr", "loha", "glora", "oft", "boft", "load lora"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of the Qwen-Image 2.1 Loader, or behind another LoRA: they add up."),
                 io.Combo.Input("lora", options=folder_paths.get_filename_list("loras"), tooltip="A .safetensors file in models/loras."),

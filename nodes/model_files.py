@@ -62,15 +62,24 @@ def _walk(base: str) -> Iterator[str]:
 
 def fact(part: str, path: str) -> int | None:
     """What `part` in that file or folder must have in common with the others: the width of text states, or the latent channels. None: it holds no such part."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return _fact(part, path, status.st_mtime_ns, status.st_size)
+    return _fact(part, path, _stamp(part, Path(path)))
+
+
+def _stamp(part: str, source: Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, times and sizes of the files that say what `part` in `source` is: they change when one is replaced, which a folder's own time does not tell."""
+    files = [source, source.with_name("config.json")] if source.is_file() else [*source.glob("*"), *(source / part).glob("*")]
+    found = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        found.append((str(file), status.st_mtime_ns, status.st_size))
+    return tuple(sorted(found))
 
 
 @lru_cache(maxsize=4096)
-def _fact(part: str, path: str, *_: int) -> int | None:
+def _fact(part: str, path: str, _: tuple) -> int | None:
     try:
         return _FACTS[part](open_part(part, Path(path)))
     except Qwen21Error:

@@ -1,9 +1,11 @@
 """python -m qwen21: paint and edit pictures from a shell.
 
-Exit codes: 0 done, 1 it failed, 2 the request was wrong, 130 interrupted, 143 terminated. Errors are one line on stderr.
+Exit codes: 0 done, 1 it failed, 2 the request was wrong, 130 interrupted, 141 nobody reads the output any more, 143 terminated. Errors are
+one line on stderr.
 """
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -102,18 +104,35 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _run(arguments)
+    finally:
+        _flush()
+
+
+def _run(arguments: list[str] | None) -> int:
     options = _parser().parse_args(arguments)
     try:
         from . import commands
 
         {"generate": commands.generate, "batch": commands.batch, "inspect": commands.inspect, "make-random": commands.make_random}[options.command](options)
         return 0
+    except BrokenPipeError:
+        return 141  # as for the programs that SIGPIPE ends, such as those before `head`
     except (Exception, KeyboardInterrupt) as error:
         if options.debug:
             traceback.print_exc()
         message, code = _failure(error)
         print(" ".join(message.splitlines()), file=sys.stderr)
         return code
+
+
+def _flush() -> None:
+    """What is left in the buffer goes out, or is dropped if its reader has gone: Python would complain of that at exit."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failure(error: BaseException) -> tuple[str, int]:

@@ -114,12 +114,17 @@ class Checkpoint:
         return read_tokenizer(self.parts["text_encoder"], self.encoder_config(), self._tokenizer)
 
     def _read_transformers_own(self, part: Part) -> None:
-        """Which sigmas a denoiser that is not the folder's wants: its own folder knows, or its file says that it is a Turbo."""
-        home = _home(part)
+        """Which sigmas a denoiser that is not the folder's wants: its own folder knows, or its file says that it is a Turbo.
+
+        Fixed sigmas of the folder are its own denoiser's, which was distilled for them: another one that says nothing follows the published schedule.
+        """
+        home, own = _home(part), sample_sigmas(part)
         if home is not None:
             self._read_folder(home)
-        elif own := sample_sigmas(part):
+        elif own:
             self.index, self.schedule = replace(self.index, sample_sigmas=own), TURBO_SCHEDULE
+        elif self.index.sample_sigmas:
+            self.index, self.schedule = replace(self.index, sample_sigmas=()), ScheduleConfig()
 
     def _check_fit(self) -> None:
         width, wanted = self.encoder_config().text_config.hidden_size, self.transformer_config.context_in_dim

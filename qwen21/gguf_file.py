@@ -10,6 +10,7 @@ import torch
 from .errors import Qwen21Error
 
 GGUF = ".gguf"
+MAGIC = b"GGUF"  # what every such file begins with
 LONGEST_ARRAY = 2**20  # entries of a metadata array, of which the longest known are vocabularies
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # the shape of a tensor that a converter had to store in another one
 
@@ -44,7 +45,10 @@ class GGUFFile:
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GGUFFile]:
-    """Raises Qwen21Error if the package is missing, or the file damaged, truncated or not GGUF."""
+    """Raises Qwen21Error if the file is not GGUF, damaged or truncated, or the package missing."""
+    begins = _beginning(path)
+    if not MAGIC.startswith(begins):
+        raise Qwen21Error(f"{path} is not GGUF, whatever its name says (it begins with {begins!r}): download it again, or give it its own ending")
     try:
         import gguf
     except ImportError:
@@ -73,6 +77,15 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
         message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise Qwen21Error(f"{path} is damaged or truncated ({message}): download it again") from None
     yield file
+
+
+def _beginning(path: Path) -> bytes:
+    """As many bytes as the magic has, fewer of a file cut short."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC))
+    except OSError as error:
+        raise Qwen21Error(f"{path} cannot be read ({error.strerror or error}): check the file and its permissions") from None
 
 
 def _value(field) -> object:

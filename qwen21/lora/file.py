@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from ..errors import Qwen21Error, UsageError
-from ..files import open_safetensors
+from ..files import GGUF, SAFETENSORS, open_safetensors
 from .places import Change, Lora, Place, find
-from .updates import Additive, Decomposed, Difference, Hadamard, Kronecker, LowRank, Replacement, Rotation, Update
+from .updates import Additive, Butterfly, Decomposed, Difference, Generalized, Hadamard, Kronecker, LowRank, Replacement, Rotation, Update
 
 # role -> the endings that trainers give its tensors, behind the layer's name
 ENDINGS = {
@@ -27,6 +27,7 @@ ENDINGS = {
     "replacement": ("set_weight",),
     **{name: (name,) for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
     **{name: (name,) for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
+    **{name: (name,) for name in ("a1", "a2", "b1", "b2")},
     "oft_blocks": ("oft_blocks",),
     "rescale": ("rescale",),
 }
@@ -35,7 +36,8 @@ _ROLES = {ending: role for role, endings in ENDINGS.items() for ending in ending
 _KEY = re.compile(rf"(?P<layer>.+?)[._](?P<ending>{'|'.join(map(re.escape, sorted(_ROLES, key=len, reverse=True)))})(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?")
 METADATA = "lora_adapter_metadata"
 BIASES = (".bias", ".diff_b", ".b_norm")
-KINDS = {LowRank: "LoRA", Decomposed: "DoRA", Hadamard: "LoHa", Kronecker: "LoKr", Rotation: "OFT", Difference: "difference", Replacement: "replacement"}
+KINDS = {LowRank: "LoRA", Decomposed: "DoRA", Hadamard: "LoHa", Kronecker: "LoKr", Generalized: "GLoRA", Rotation: "OFT", Butterfly: "BOFT"}
+KINDS |= {Difference: "difference", Replacement: "replacement"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,9 @@ class LoraFile:
         path = Path(path)
         if not path.is_file():
             raise Qwen21Error(f"the LoRA {path} is not a file: give a .safetensors file")
-        if path.suffix.lower() not in (".safetensors", ".sft"):
+        if path.suffix.lower() == GGUF:
+            raise Qwen21Error(f"the LoRA {path} is GGUF, and LoRAs are read from safetensors only: take the .safetensors file that it was made of")
+        if path.suffix.lower() not in SAFETENSORS:
             raise Qwen21Error(f"the LoRA {path} is not safetensors, the only format read here: pickled files can run programs, convert it first")
         layers: dict[str, dict[str, torch.Tensor]] = {}
         unknown = []
@@ -133,14 +137,10 @@ class LoraFile:
             if len(updates) != 1 or not isinstance(updates[0], Additive):
                 raise Qwen21Error("has a DoRA scale, but not the one LoRA that goes with it")
             updates = [Decomposed(updates[0], _magnitude(left.pop("magnitude"), place))]
+        if {"a1", "a2", "b1", "b2"} & left.keys():
+            updates.append(_glora(*_take(left, "a1", "a2", "b1", "b2"), place, alpha))
         if "oft_blocks" in left:
-            blocks = left.pop("oft_blocks")
-            if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
-                raise Qwen21Error(f"has rotations of shape {tuple(blocks.shape)}, expected (count, size, size)")
-            rescale = left.pop("rescale", None)
-            if rescale is not None and rescale.numel() != place.shape[0]:
-                raise Qwen21Error(f"has a rescale of shape {tuple(rescale.shape)}, the model {place.shape}")
-            updates.append(Rotation(blocks, None if rescale is None else rescale.reshape(-1, 1), alpha or 0.0))
+            updates.append(_rotation(left.pop("oft_blocks"), left.pop("rescale", None), place, alpha or 0.0))
         if "difference" in left:
             updates.append(Difference(left.pop("difference")))
         if "replacement" in left:
@@ -243,6 +243,35 @@ def _lokr_factor(roles: dict[str, torch.Tensor], name: str) -> Additive:
     if tensor.ndim != 2:
         raise Qwen21Error(f"has a {name} of shape {tuple(tensor.shape)}, expected a matrix")
     return Difference(tensor)
+
+
+def _glora(a1: torch.Tensor, a2: torch.Tensor, b1: torch.Tensor, b2: torch.Tensor, place: Place, alpha: float | None) -> Generalized:
+    """LyCORIS has changed the names once: a1 (in, rank), a2 (rank, in), b1 (out, rank), b2 (rank, in) now; before, 1 and 2 were the other way round."""
+    columns = place.shape[-1]
+    if any(factor.ndim != 2 for factor in (a1, a2, b1, b2)):
+        raise Qwen21Error(f"has GLoRA factors of shapes {', '.join(str(tuple(one.shape)) for one in (a1, a2, b1, b2))}, expected matrices")
+    if (a1.shape[-1], a2.shape[0]) == (columns, columns):
+        a1, a2, b1, b2 = a2, a1, b2, b1
+    inner, added = _low_rank(a1, a2), _low_rank(b1, b2)
+    if inner.shape != (columns, columns):
+        raise Qwen21Error(f"has GLoRA factors that change the columns by a matrix {inner.shape}, the model {place.shape}")
+    return Generalized(inner, added, _ratio(alpha, a2.shape[0]))
+
+
+def _rotation(blocks: torch.Tensor, rescale: torch.Tensor | None, place: Place, constraint: float) -> Rotation | Butterfly:
+    """OFT or, with a dimension more, BOFT."""
+    if blocks.ndim not in (3, 4) or blocks.shape[-1] != blocks.shape[-2]:
+        raise Qwen21Error(f"has rotations of shape {tuple(blocks.shape)}, expected (count, size, size), or of BOFT (times, count, size, size)")
+    if rescale is not None:
+        if rescale.numel() != place.shape[0]:
+            raise Qwen21Error(f"has a rescale of shape {tuple(rescale.shape)}, the model {place.shape}")
+        rescale = rescale.reshape(-1, *(1,) * (len(place.shape) - 1))
+    if blocks.ndim == 3:
+        return Rotation(blocks, rescale, constraint)
+    times, count, size, _ = blocks.shape
+    if size % 2 or count % 2 ** (times - 1):
+        raise Qwen21Error(f"has BOFT rotations of shape {tuple(blocks.shape)}, expected an even size, and blocks that can be paired {times} times")
+    return Butterfly(blocks, rescale, constraint)
 
 
 def _magnitude(tensor: torch.Tensor, place: Place) -> torch.Tensor:

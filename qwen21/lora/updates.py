@@ -179,6 +179,26 @@ class Decomposed(Update):
 
 
 @dataclass(frozen=True, eq=False)
+class Generalized(Update):
+    """GLoRA: the weight times `inner` (in, in) is added to it, and `added` (out, in), both of low rank and times `scale`."""
+
+    inner: LowRank
+    added: LowRank
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.added.shape
+
+    def changed(self, weight: torch.Tensor, strength: float) -> torch.Tensor:
+        up, down = torch.cat([weight @ self.inner.up, self.added.up], dim=1), torch.cat([self.inner.down, self.added.down])
+        return torch.addmm(weight, up, down, alpha=strength * self.scale)
+
+    def rows(self, rows: slice) -> "Generalized":
+        return replace(self, added=self.added.rows(rows))
+
+
+@dataclass(frozen=True, eq=False)
 class Rotation(Update):
     """OFT: blocks of rows are turned by the Cayley transform of `blocks` (count, size, size); `rescale` (out, 1) follows, if there is one.
 
@@ -197,21 +217,72 @@ class Rotation(Update):
         return self.shape == shape[:1]
 
     def changed(self, weight: torch.Tensor, strength: float) -> torch.Tensor:
-        skew = self.blocks - self.blocks.mT
-        norm = skew.norm()
-        if 0 < self.constraint < norm:
-            skew = skew * (self.constraint / norm)
-        one = torch.eye(skew.shape[-1], device=skew.device, dtype=torch.float32)
-        turn = torch.linalg.solve(one - skew.float(), one + skew.float(), left=False).to(weight.dtype)
+        turn = _cayley(self.blocks, self.constraint).to(weight.dtype)
         new = (turn.mT @ weight.reshape(*self.blocks.shape[:2], -1)).reshape(weight.shape)
         return torch.lerp(weight, new if self.rescale is None else new * self.rescale, strength)
 
     def rows(self, rows: slice) -> "Rotation":
         size = self.blocks.shape[1]
-        if self.constraint or rows.start % size or rows.stop % size:
-            raise Qwen21Error("has a rotation that ties both halves of the fused layer together: load it on a checkpoint with a fused MLP")
+        _check_apart(rows, size, self.constraint)
         blocks = self.blocks[rows.start // size : rows.stop // size]
         return Rotation(blocks, None if self.rescale is None else self.rescale[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Butterfly(Update):
+    """BOFT: rows are turned several times, by the Cayley transforms of `blocks` (times, count, size, size).
+
+    Every time, a block takes its rows from twice as far apart: its neighbours in pairs are rows that lie size / 2, size, 2 size ... apart.
+    `rescale` (out, 1) and `constraint` are as for Rotation.
+    """
+
+    blocks: torch.Tensor
+    rescale: torch.Tensor | None = None
+    constraint: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.blocks.shape[1] * self.blocks.shape[2],)
+
+    @property
+    def widest(self) -> int:
+        """Rows that are mixed with each other: as many as the last turn reaches over."""
+        return 2 ** (len(self.blocks) - 1) * self.blocks.shape[2]
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return self.shape == shape[:1]
+
+    def changed(self, weight: torch.Tensor, strength: float) -> torch.Tensor:
+        new = weight.reshape(len(weight), -1)
+        for times, turn in enumerate(_cayley(self.blocks, self.constraint).to(weight.dtype)):
+            apart = 2**times * turn.shape[-1] // 2
+            paired = new.reshape(-1, 2, apart, new.shape[1]).transpose(1, 2)
+            turned = turn @ paired.reshape(*turn.shape[:2], -1)
+            new = turned.reshape(paired.shape).transpose(1, 2).reshape(new.shape)
+        new = new.reshape(weight.shape)
+        return torch.lerp(weight, new if self.rescale is None else new * self.rescale, strength)
+
+    def rows(self, rows: slice) -> "Butterfly":
+        _check_apart(rows, self.widest, self.constraint)
+        size = self.blocks.shape[2]
+        blocks = self.blocks[:, rows.start // size : rows.stop // size]
+        return Butterfly(blocks, None if self.rescale is None else self.rescale[rows])
+
+
+def _cayley(blocks: torch.Tensor, constraint: float) -> torch.Tensor:
+    """Rotations (..., size, size) in float32 from trained `blocks`; a `constraint` above 0 bounds the norm of all their generators together."""
+    skew = blocks - blocks.mT
+    norm = skew.norm()
+    if 0 < constraint < norm:
+        skew = skew * (constraint / norm)
+    one = torch.eye(skew.shape[-1], device=skew.device, dtype=torch.float32)
+    return torch.linalg.solve(one - skew.float(), one + skew.float(), left=False)
+
+
+def _check_apart(rows: slice, together: int, constraint: float) -> None:
+    """Raises Qwen21Error unless `rows` are turned without the others, `together` rows being turned at once."""
+    if constraint or rows.start % together or rows.stop % together:
+        raise Qwen21Error("has a rotation that ties both halves of the fused layer together: load it on a checkpoint with a fused MLP")
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,7 +141,7 @@ def test_inspect_the_built_in_checkpoint_by_its_name(inspect, tmp_path, monkeypa
     assert [part["part"] for part in inspect("tiny")[0]["parts"]] == ["text_encoder", "transformer", "vae"]
 
 
-@pytest.mark.parametrize("ending", ["oft_blocks", "set_weight", "lokr_w1", "hada_w1_a", "dora_scale"])
+@pytest.mark.parametrize("ending", ["oft_blocks", "a1", "set_weight", "lokr_w1", "hada_w1_a", "dora_scale"])
 def test_inspect_knows_a_lora_of_any_kind(inspect, tmp_path, ending):
     save_file({f"transformer_blocks.0.attn.to_q.{ending}": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     assert inspect(tmp_path / "x.safetensors", 1)[0]["lora"]["layers"] == 1

@@ -57,6 +57,18 @@ def test_an_interruption_leaves_whole_pictures_only(model_folder, tmp_path, numb
             picture.load()
 
 
+@pytest.mark.parametrize("arguments", [("inspect", "tiny"), ("inspect", "tiny", "--json"), ("--help",)], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reads_the_output(arguments, unbuffered):
+    """As with `| head`, which leaves when it has enough."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command, environment = [sys.executable, "-m", "qwen21", *arguments], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141 if unbuffered and arguments[0] == "inspect" else 0, "")
+
+
 MEASURE = """
 import sys, threading, time
 import torch

@@ -171,6 +171,15 @@ def test_gguf_headers_that_lie(small, place, lie):
     assert re.search("damaged or truncated", opened(small, part, path))
 
 
+@pytest.mark.parametrize("content", [b"<!DOCTYPE html>", b"version https://git-lfs", bytes(100), b"G" * 100, b"\xff\n\r\x00" * 9])
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_is_only_called_gguf_is_told_by_its_beginning(small, place, monkeypatch, content, installed):
+    if not installed:
+        monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    part, path = place(content, "gguf")
+    assert f"{path} is not GGUF, whatever its name says (it begins with {content[:4]!r})" in opened(small, part, path)
+
+
 @pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.bin", "x"])
 def test_pickles_are_never_opened(small, tmp_path, name):
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")

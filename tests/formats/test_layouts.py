@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qwen21.checkpoint import Checkpoint
+from qwen21.config import ScheduleConfig
 from qwen21.errors import Qwen21Error
+from qwen21.schedule import TURBO_SCHEDULE
 from qwen21.stored import StoredLinear
 
 CPU = torch.device("cpu")
@@ -267,6 +269,27 @@ def test_a_turbo_gguf_brings_its_sigmas(small, tmp_path):
     pytest.importorskip("gguf")
     files.write_gguf(tmp_path / "x.gguf", load(small, "transformer"), general__name="Qwen Image 2.1 Turbo")
     assert len(Checkpoint(small, transformer=tmp_path / "x.gguf").index.sample_sigmas) == 8
+
+
+@pytest.fixture
+def turbo_small(small, tmp_path):
+    """The small folder as a Turbo."""
+    folder = tmp_path / "folder"
+    shutil.copytree(small, folder)
+    for name, values in (("model_index.json", {"sample_sigmas": [1.0, 0.5]}), ("scheduler/scheduler_config.json", {"use_dynamic_shifting": False})):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | values))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "metadata", "steps"), TITLES)
+def test_another_denoiser_does_not_take_a_turbo_folders_sigmas(small, turbo_small, save, name, metadata, steps):
+    checkpoint = Checkpoint(turbo_small, transformer=save(load(small, "transformer"), name, metadata))
+    assert len(checkpoint.index.sample_sigmas) == steps and checkpoint.schedule == (TURBO_SCHEDULE if steps else ScheduleConfig())
+    assert checkpoint.index.native_resolution == Checkpoint(turbo_small).index.native_resolution
+    assert Checkpoint(turbo_small, transformer=small).index.sample_sigmas == ()
+    assert Checkpoint(small, transformer=turbo_small, vae=small).index.sample_sigmas == (1.0, 0.5)
+    assert Checkpoint(turbo_small, vae=small, text_encoder=small).index.sample_sigmas == (1.0, 0.5)
 
 
 def test_a_denoiser_inside_a_turbo_folder_keeps_that_folders_sigmas(small, tmp_path):

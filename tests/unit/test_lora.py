@@ -224,6 +224,70 @@ def test_rotation(rescaled, constraint, transformer, applied, tmp_path):
     close(applied(write(tmp_path / "a.safetensors", tensors)), velocity(by_hand(transformer, {ATTENTION: new})), 1e-4 if constraint else 1e-5)
 
 
+OLDER = {"a1": "a2", "a2": "a1", "b1": "b2", "b2": "b1"}
+
+
+def glora(out: int, columns: int, generator, older: bool = False) -> dict[str, torch.Tensor]:
+    one = {"a1": torch.randn(columns, RANK, generator=generator), "a2": torch.randn(RANK, columns, generator=generator) / columns}
+    one |= {"b1": torch.randn(out, RANK, generator=generator) * 0.3, "b2": torch.randn(RANK, columns, generator=generator) / columns**0.5}
+    return {f"{OLDER[name] if older else name}.weight": tensor for name, tensor in one.items()} | {"alpha": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.4, -0.5])
+@pytest.mark.parametrize("older", [False, True])
+def test_glora(older, strength, transformer, applied, tmp_path):
+    """f(x + A x) + B x, on square and other layers; the names that LyCORIS had first are known, too."""
+    tensors, weights, generator = {}, {}, torch.Generator().manual_seed(5)
+    for layer in (ATTENTION, GATE, "proj_out"):
+        old = weight(transformer, layer)
+        one = glora(*old.shape, generator, older)
+        a1, a2, b1, b2 = (one[f"{OLDER[name] if older else name}.weight"].double() for name in OLDER)
+        weights[layer] = old + strength * 2.0 / RANK * (old @ a1 @ a2 + b1 @ b2)
+        tensors |= {f"lycoris_{flat(layer)}.{name}": tensor for name, tensor in one.items()}
+    path = write(tmp_path / "a.safetensors", tensors)
+    close(applied(path, strength), velocity(by_hand(transformer, weights)))
+    assert fitted(path, transformer).kinds == {"GLoRA": 3}
+
+
+def boft(out: int, generator, times: int = 3, size: int = 8) -> torch.Tensor:
+    return torch.randn(times, out // size, size, size, generator=generator) * 0.1
+
+
+@pytest.mark.parametrize("constraint", [0.0, 2.0])
+@pytest.mark.parametrize("rescaled", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+def test_butterfly(times, rescaled, constraint, transformer, applied, tmp_path):
+    """Each turn as one large matrix, whose rows are gathered one by one."""
+    old, generator, size = weight(transformer, GATE), torch.Generator().manual_seed(6), 8
+    blocks = boft(len(old), generator, times)
+    tensors = {f"{GATE}.oft_blocks": blocks, f"{GATE}.alpha": torch.tensor(constraint)}
+    skew = blocks.double() - blocks.double().mT
+    if constraint:
+        skew = skew * constraint / skew.norm()
+    one, new = torch.eye(size, dtype=torch.float64), old
+    for number, generators in enumerate(skew):
+        apart = 2**number * size // 2
+        gathered = [start + step + side * apart for start in range(0, len(old), 2 * apart) for step in range(apart) for side in (0, 1)]
+        turned = torch.block_diag(*[(one + s) @ (one - s).inverse() for s in generators]) @ new[gathered]
+        new = torch.empty_like(new).index_copy(0, torch.tensor(gathered), turned)
+    if rescaled:
+        tensors[f"{GATE}.rescale"] = torch.rand(old.shape[0], 1, generator=generator) + 0.5
+        new = new * tensors[f"{GATE}.rescale"].double()
+    path = write(tmp_path / "a.safetensors", tensors)
+    for strength in (1.0, 0.5):
+        expected = velocity(by_hand(transformer, {GATE: torch.lerp(old, new, strength)}))
+        close(applied(path, strength), expected, 1e-4 if constraint else 1e-5)
+    assert fitted(path, transformer).kinds == {"BOFT": 1}
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 4), (2, 8, 4, 4)])
+def test_a_rotated_norm_is_rescaled_entry_by_entry(shape, transformer, applied, tmp_path):
+    old = weight(transformer, NORM)
+    tensors = {f"{NORM}.oft_blocks": torch.zeros(shape), f"{NORM}.rescale": torch.rand(len(old), 1) + 0.5}
+    new = old * tensors[f"{NORM}.rescale"][:, 0].double()
+    close(applied(write(tmp_path / "a.safetensors", tensors)), velocity(by_hand(transformer, {NORM: new})))
+
+
 @pytest.mark.parametrize("ending", ["diff", "w_norm", "set_weight"])
 @pytest.mark.parametrize("layer", [NORM, "txt_in.text_norm", ATTENTION])
 def test_differences_and_replacements(layer, ending, transformer, applied, tmp_path):
@@ -282,13 +346,18 @@ def kinds(model, layers) -> dict[str, dict[str, torch.Tensor]]:
     made["OFT"] = {
         f"{layer}.oft_blocks": torch.randn(one.up.shape[0] // 8, 8, 8, generator=torch.Generator().manual_seed(3)) * 0.1 for layer, one in factors.items()
     }
+    generator = torch.Generator().manual_seed(4)
+    made["BOFT"] = {f"{layer}.oft_blocks": boft(one.up.shape[0], generator) for layer, one in factors.items()}
+    for older in (False, True):
+        ones = {layer: glora(*one.delta().shape, generator, older) for layer, one in factors.items()}
+        made["older GLoRA" if older else "GLoRA"] = {f"{layer}.{name}": tensor for layer, one in ones.items() for name, tensor in one.items()}
     for kind, make in LYCORIS.items():
         generator = torch.Generator().manual_seed(5)
         made[kind] = {f"{layer}.{name}": tensor for layer, one in factors.items() for name, tensor in make(*one.delta().shape, generator)[0].items()}
     return made
 
 
-KINDS = ["LoRA", "DoRA", "difference", "replacement", "OFT", *LYCORIS]
+KINDS = ["LoRA", "DoRA", "difference", "replacement", "OFT", "BOFT", "GLoRA", "older GLoRA", *LYCORIS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,9 +384,10 @@ def test_what_cannot_be_halved_is_refused(transformer, fused, tmp_path):
     tensors = kinds(fused, (FUSED,))["LoRA"] | {f"{FUSED}.dora_scale": fused.get_submodule(FUSED).weight.norm(dim=0, keepdim=True)}
     with pytest.raises(Qwen21Error, match="runs over columns"):
         fitted(write(tmp_path / "a.safetensors", tensors), transformer)
-    tensors = {f"{FUSED}.oft_blocks": torch.zeros(2, 384, 384), f"{FUSED}.alpha": torch.tensor(0.5)}
-    with pytest.raises(Qwen21Error, match="ties both halves"):
-        fitted(write(tmp_path / "a.safetensors", tensors), transformer)
+    for shape, constraint in (((2, 384, 384), 0.5), ((1, 48, 16, 16), 0.5), ((6, 96, 8, 8), 0.0)):
+        tensors = {f"{FUSED}.oft_blocks": torch.zeros(shape), f"{FUSED}.alpha": torch.tensor(constraint)}
+        with pytest.raises(Qwen21Error, match="ties both halves"):
+            fitted(write(tmp_path / "a.safetensors", tensors), transformer)
 
 
 def test_strength_zero_is_none(transformer, applied, tmp_path):
@@ -435,6 +505,14 @@ PAIR = {f"{ATTENTION}.lora_A.weight": torch.ones(2, WIDTH), f"{ATTENTION}.lora_B
         ({f"{ATTENTION}.lora_A.weight": torch.full((2, WIDTH), float("nan")), f"{ATTENTION}.lora_B.weight": torch.ones(WIDTH, 2)}, "not finite"),
         ({f"{ATTENTION}.lora_A.weight": torch.ones(2, WIDTH).int(), f"{ATTENTION}.lora_B.weight": torch.ones(WIDTH, 2)}, "as int32, expected floating point"),
         ({f"{ATTENTION}.oft_blocks": torch.ones(2, 3, 4)}, "has rotations of shape"),
+        ({f"{ATTENTION}.oft_blocks": torch.ones(2, 4, 3, 3)}, "has BOFT rotations of shape"),
+        ({f"{ATTENTION}.oft_blocks": torch.ones(3, 2, 4, 4)}, "paired 3 times"),
+        ({f"{ATTENTION}.a1.weight": torch.ones(WIDTH, 2)}, "lacks a2"),
+        ({f"{ATTENTION}.{name}.weight": torch.ones(()) for name in ("a1", "a2", "b1", "b2")}, "has GLoRA factors of shapes"),
+        (
+            {f"{ATTENTION}.{name}.weight": torch.ones(2, 2) for name in ("a1", "a2", "b1", "b2")},
+            r"has GLoRA factors that change the columns by a matrix \(2, 2\)",
+        ),
         ({f"{ATTENTION}.oft_blocks": torch.ones(2, 4, 4), f"{ATTENTION}.rescale": torch.ones(3, 1)}, "has a rescale of shape"),
         ({f"{ATTENTION}.lokr_w1": torch.ones(2)}, "has a lokr_w1 of shape|lacks lokr_w2"),
         ({f"{ATTENTION}.hada_w1_a": torch.ones(WIDTH, 2)}, "lacks hada_w1_b"),
@@ -451,6 +529,14 @@ def test_refused(tensors, words, transformer, tmp_path):
 def test_metadata_that_makes_no_sense(metadata, transformer, tmp_path):
     tensors = spelled(random_factors(transformer), *DIFFUSERS)
     assert "the alpha of the LoRA" in refused(transformer, tmp_path, tensors, lora_adapter_metadata=metadata)
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.gguf", "is GGUF, and LoRAs are read from safetensors only"), ("a.pt", "pickled files can run programs")])
+def test_only_safetensors_are_read(name, words, tmp_path):
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(Qwen21Error, match=words) as error:
+        LoraFile.read(tmp_path / name)
+    assert ("pickled" in str(error.value)) == (name == "a.pt")
 
 
 def test_file_and_strength(tmp_path):

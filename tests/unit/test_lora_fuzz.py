@@ -53,7 +53,9 @@ layers = st.one_of(
 )
 roles = st.sampled_from([ending for endings in ENDINGS.values() for ending in endings] + ["diff_b", "lora_mid", "hada_t1", "reshape_weight", ""])
 keys = st.builds("{}.{}{}".format, layers, roles, st.sampled_from(["", ".weight", ".default.weight", ".bias"]))
-shapes = st.one_of(st.lists(st.sampled_from([0, 1, 2, 4, 64]), max_size=4), st.sampled_from([[256, 4], [4, 256], [4, 64], [256, 64], [1536, 2], [32, 8, 8]]))
+shapes = st.one_of(
+    st.lists(st.sampled_from([0, 1, 2, 4, 64]), max_size=4), st.sampled_from([[256, 4], [4, 256], [4, 64], [256, 64], [1536, 2], [32, 8, 8], [2, 32, 8, 8]])
+)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64])
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.floats(), st.text(max_size=5)), lambda inner: st.dictionaries(st.text(max_size=5), inner, max_size=3)
@@ -74,7 +76,8 @@ def test_what_is_taken_can_be_applied(layer, data, transformer, known, tmp_path_
     """A file that was not refused works: whatever was missed when reading would show here."""
     out, *rest = known[layer.replace(".", "_")].shape
     sizes = st.sampled_from([1, 2, 4, 8, out, out // 2, *rest, *(one // 2 for one in rest)])
-    made = st.dictionaries(roles, st.lists(sizes, max_size=3), min_size=1, max_size=5)
+    turns = st.sampled_from([[times, out // size, size, size] for times in (1, 2, 9) for size in (1, 2, 8)])
+    made = st.dictionaries(roles, st.one_of(st.lists(sizes, max_size=3), turns), min_size=1, max_size=5)
     tensors = {f"{layer}.{role}": torch.ones(shape) for role, shape in data.draw(made).items()}
     path = tmp_path_factory.getbasetemp() / "taken.safetensors"
     path.write_bytes(save(tensors))

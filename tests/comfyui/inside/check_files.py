@@ -6,11 +6,12 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import folder_paths
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor, get_layout_class
-from graph import call, close, core, differs, encode, picture, references, samples, sentence
+from graph import call, close, core, differs, encode, folder, picture, references, samples, sentence
 from safetensors.torch import load_file, save_file
 
 sys.path += [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]  # behind ComfyUI's own: there is a `nodes` of ours
@@ -270,10 +271,42 @@ def check_text_encoder_quantised_by_comfyui():
         file = path("text_encoders", "variant.safetensors")
         save_file({name: value.contiguous() for name, value in made.items()}, file)
         clip = call("Qwen21Loader", checkpoint=SMALL, text_encoder=file.name)[1]
+        packed = [one.weight for one in clip.cond_stage_model.modules() if isinstance(getattr(one, "weight", None), QuantizedTensor)]
+        assert len(packed) == len(files.matrices(source)) and {one._layout_cls for one in packed} == {layout}, kind
         found, _ = encode("a red star", images={"image_1": picture(256, 256)}, resolution=256, clip=clip)
         close(found[0][0], exact[0][0], tolerance, kind)
         differs(found[0][0], exact[0][0], 1e-4, kind)
         file.unlink()
+
+
+def check_a_file_that_is_replaced_in_a_folder_is_seen():
+    """The folder's own time stays what it was."""
+    files, part = core("nodes.model_files"), "text_encoder"
+    with TemporaryDirectory() as temporary:
+        made = Path(temporary, "made")
+        shutil.copytree(folder("random"), made)
+        for source in (made, made / part):
+            config, weights = made / part / "config.json", made / part / "model.safetensors"
+            before, whole = config.read_text(), weights.read_bytes()
+            times = [one.stat().st_mtime_ns for one in (made, made / part)]
+            assert files.fact(part, str(source)) == 64
+            values = json.loads(before)
+            values["text_config"]["hidden_size"] = 96
+            config.write_text(json.dumps(values))
+            assert files.fact(part, str(source)) == 96
+            config.write_text(before)
+            assert files.fact(part, str(source)) == 64
+            weights.write_bytes(whole[:100])
+            assert files.fact(part, str(source)) is None
+            weights.write_bytes(whole)
+            assert files.fact(part, str(source)) == 64
+            assert times == [one.stat().st_mtime_ns for one in (made, made / part)]
+        beside = Path(temporary, "x.safetensors")
+        shutil.copy(path("text_encoders"), beside)
+        assert files.fact(part, str(beside)) == 256
+        beside.with_name("config.json").write_text(json.dumps(values))
+        assert files.fact(part, str(beside)) == 96
+    assert files.fact(part, str(made)) is None
 
 
 def check_a_turbo_file_samples_its_own_sigmas():
@@ -281,3 +314,8 @@ def check_a_turbo_file_samples_its_own_sigmas():
     model = call("Qwen21Loader", checkpoint="small_turbo.safetensors")[0]
     assert model.model.model_config.index.sample_sigmas == core("qwen21.schedule").TURBO_SIGMAS
     path("diffusion_models", "small_turbo.safetensors").unlink()
+
+
+def check_a_denoiser_does_not_take_the_sigmas_of_a_turbo_folder_that_lends_it_a_vae():
+    model = call("Qwen21Loader", checkpoint=SMALL, vae="turbo")[0]
+    assert model.model.model_config.index.sample_sigmas == () and model.model.model_config.schedule == core("qwen21.config").ScheduleConfig()

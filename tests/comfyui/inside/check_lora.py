@@ -66,7 +66,7 @@ def kinds() -> dict[str, dict[str, torch.Tensor]]:
     generator, made = torch.manual_seed(6), {"LoRA": plain(*layers)}
     made["DoRA"] = made["LoRA"] | {f"{layer}.dora_scale": weight(layer).norm(dim=1, keepdim=True) * 1.3 for layer in layers}
     made["DoRA by columns"] = made["LoRA"] | {f"{layer}.dora_scale": weight(layer).norm(dim=0, keepdim=True) * 1.3 for layer in layers}
-    made["LoHa"], made["LoKr"], made["OFT"], made["difference"], made["replacement"] = {}, {}, {}, {}, {}
+    made |= {kind: {} for kind in ("LoHa", "LoKr", "GLoRA", "older GLoRA", "OFT", "BOFT", "difference", "replacement")}
     for layer in layers:
         rows, columns = weight(layer).shape
         for number in (1, 2):
@@ -75,6 +75,13 @@ def kinds() -> dict[str, dict[str, torch.Tensor]]:
         made["LoKr"][f"{layer}.lokr_w1"] = torch.randn(4, 4, generator=generator) * 0.2
         made["LoKr"][f"{layer}.lokr_w2_a"] = torch.randn(rows // 4, 2, generator=generator)
         made["LoKr"][f"{layer}.lokr_w2_b"] = torch.randn(2, columns // 4, generator=generator) / columns**0.5
+        for kind, a, b in (("GLoRA", "a1 a2", "b1 b2"), ("older GLoRA", "a2 a1", "b2 b1")):
+            for (up, down), height, scale in ((a.split(), columns, 1 / columns**0.5), (b.split(), rows, 0.3)):
+                made[kind][f"{layer}.{up}.weight"] = torch.randn(height, 2, generator=generator) * scale
+                made[kind][f"{layer}.{down}.weight"] = torch.randn(2, columns, generator=generator) / columns**0.5
+            made[kind][f"{layer}.alpha"] = torch.tensor(3.0)
+        made["BOFT"][f"{layer}.oft_blocks"] = torch.randn(3, rows // 8, 8, 8, generator=generator) * 0.1
+        made["BOFT"][f"{layer}.alpha"] = torch.tensor(0.0)  # theirs needs one
         made["OFT"][f"{layer}.oft_blocks"] = torch.randn(rows // 8, 8, 8, generator=generator) * 0.1
         made["difference"][f"{layer}.diff"] = torch.randn(rows, columns, generator=generator) * 0.05
         made["replacement"][f"{layer}.set_weight"] = torch.randn(rows, columns, generator=generator) * 0.1
@@ -120,7 +127,7 @@ def check_kinds_that_comfyui_adapters_know_come_out_alike():
         if kind in ("DoRA", "DoRA by columns", "norms"):  # 0.33 divides by another norm; it has no names for norms behind bare keys
             continue
         file = write(kind, tensors)
-        strength = 1.0 if kind in ("replacement", "OFT") else 0.6  # theirs takes no strength for one, and its square for the other
+        strength = 1.0 if kind in ("replacement", "OFT", "BOFT") else 0.6  # theirs takes no strength for one, and its square for the other
         theirs = call("LoraLoaderModelOnly", model=loaded()[0], lora_name=file, strength_model=strength)[0]
         close(samples(with_lora(file, strength), *parts), samples(theirs, *parts), what=kind)
 
