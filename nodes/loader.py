@@ -51,7 +51,7 @@ class Qwen21Loader(io.ComfyNode):
                     default="default",
                     advanced=True,
                     tooltip="Precision of the denoiser's weights, unless the file is quantised. default: what ComfyUI finds best for the device. "
-                    "fp8: large layers in 8 bits (E4M3), made while loading: half the memory, faster on Ada, Hopper and newer GPUs, nearly the same pictures.",
+                    "fp8: large layers in 8 bits (E4M3), made while loading: half the memory, for GPUs that multiply in 8 bits (Ada, Hopper and newer); pictures change a little.",
                 ),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],

@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16", "float16", "fp8"),
         help="default: bfloat16 on cuda and mps, float32 on cpu; fp8: as the default, with the denoiser's large layers brought to 8 bits at load: half "
-        "the memory, faster on Ada, Hopper and newer GPUs, nearly the same pictures",
+        "the memory, for GPUs that multiply in 8 bits (Ada, Hopper and newer); pictures change a little",
     )
     runs.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto, the fastest there is")
     runs.add_argument(
