@@ -121,7 +121,8 @@ def test_workflow_is_laid_out_without_overlap(name):
     for left, top, right, bottom in nodes:
         assert any(g[0] <= left and g[1] <= top and right <= g[2] and bottom <= g[3] for g in groups)
     notes = [node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
-    assert any("models/diffusers/" in text and "non-commercial" in text for text in notes)
+    wanted = ("ComfyUI/models/", "diffusion_models/", "text_encoders/", "vae/", "diffusers/", "non-commercial")
+    assert any(all(words in text for words in wanted) for text in notes)
 
 
 @pytest.mark.parametrize("kind", ["ui", "api"])
