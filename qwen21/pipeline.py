@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from PIL import Image
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, meta_module
 from .errors import Qwen21Error, UsageError
 from .fp8 import check_device, quantize_linears
 from .lora import Lora, LoraFile, attach, digest, places
@@ -213,9 +213,7 @@ class Pipeline:
         with self._stage("load", report):
             for key, path in wanted.items():
                 if key not in self._loras:
-                    with torch.device("meta"):
-                        model = QwenImage21Transformer(self.checkpoint.transformer_config)
-                    self._loras[key] = LoraFile.read(path).fit(places(model))
+                    self._loras[key] = LoraFile.read(path).fit(places(meta_module(self.checkpoint.parts["transformer"])))
         report.loras = [str(self._loras[digest(path)]) for path, _ in request.loras]
         return [(digest(path), strength) for path, strength in request.loras if strength]
 

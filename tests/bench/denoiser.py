@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache, QwenImage21Rope
-from measuring import arguments, device_ms, in_turn, peak_gib, profile_rows, relative_error, report, sustained_ms
+from measuring import arguments, device_ms, in_turn, peak_gib, profile_rows, relative_error, sustained_ms, take
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -447,10 +447,7 @@ def main() -> None:
     options = parser.parse_args()
     options.workload = options.workload or list(WORKLOADS)
     options.way = options.way or DEFAULT_WAYS
-    with torch.inference_mode():
-        bench = Bench(options)
-        for name in options.only or MEASURES:
-            report(options, name, MEASURES[name](bench))
+    take(options, Bench, MEASURES)
 
 
 if __name__ == "__main__":

@@ -101,16 +101,25 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 def report(options: argparse.Namespace, measure: str, rows: list[dict]) -> None:
     """A table, or a line of JSON a row. The first value of a row names it."""
+    settings = {name: value for name, value in vars(options).items() if name in ("size", "device", "resolution")}
     if not options.json:
         print(f"\n{measure}")
     for row in rows:
         if options.json:
-            print(json.dumps({"bench": options.bench, "measure": measure, "size": options.size, "device": options.device, **row}), flush=True)
+            print(json.dumps({"bench": options.bench, "measure": measure, **settings, **row}), flush=True)
         else:
             values = [
                 f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items() if key != "what" and value is not None
             ]
             print(f"  {row['what']:58} {'  '.join(values)}", flush=True)
+
+
+@torch.inference_mode()
+def take(options: argparse.Namespace, new_bench: Callable[[argparse.Namespace], object], measures: dict[str, Callable]) -> None:
+    """Report the measures that `options` ask for, of one bench."""
+    bench = new_bench(options)
+    for name in options.only or measures:
+        report(options, name, measures[name](bench))
 
 
 def arguments(bench: str, description: str, measures: dict) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import torch
-from measuring import arguments, report
+from measuring import arguments, take
 from PIL import Image
 from torch import nn
 
@@ -135,10 +135,7 @@ MEASURES = {"text to image": text_to_image, "edit": edit}
 def main() -> None:
     parser = arguments("pictures", __doc__.splitlines()[0], MEASURES)
     parser.add_argument("--steps", type=int, default=40, help="of text to image")
-    options = parser.parse_args()
-    bench = Bench(options)
-    for name in options.only or MEASURES:
-        report(options, name, MEASURES[name](bench))
+    take(parser.parse_args(), Bench, MEASURES)
 
 
 if __name__ == "__main__":

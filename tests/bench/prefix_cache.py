@@ -9,12 +9,12 @@ random, never zeros. Times are medians of runs in which the ways to do it take t
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
+from measuring import arguments, take
 from torch import nn
 
 from qwen21.checkpoint import meta_parameters
@@ -237,31 +237,10 @@ MEASURES = {"exactness": exactness, "work": work, "memory": memory, "times": tim
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=("small", "full"), default="small")
-    parser.add_argument("--device", default="cpu")
+    parser = arguments("prefix_cache", __doc__.splitlines()[0], MEASURES)
     parser.add_argument("--resolution", type=int, default=128, help="pixels of references and target, a multiple of 32")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=MEASURES, action="append", help="which of the measures to take, all without it")
-    parser.add_argument("--json", action="store_true", help="a line of JSON a row")
-    options = parser.parse_args()
-    with torch.inference_mode():
-        bench = Bench(options)
-        for name in options.only or MEASURES:
-            rows = MEASURES[name](bench)
-            if not options.json:
-                print(f"\n{name}")
-            for row in rows:
-                if options.json:
-                    print(
-                        json.dumps(
-                            {"bench": "prefix_cache", "measure": name, "size": options.size, "device": options.device, "resolution": options.resolution, **row}
-                        )
-                    )
-                else:
-                    values = "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items() if key != "what")
-                    print(f"  {row['what']:56} {values}")
+    take(parser.parse_args(), Bench, MEASURES)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from diffusers.models import AutoencoderKLQwenImage21
-from measuring import arguments, in_turn, peak_gib, profile_rows, relative_error, report, sustained_ms
+from measuring import arguments, in_turn, peak_gib, profile_rows, relative_error, sustained_ms, take
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -252,10 +252,7 @@ def main() -> None:
     options = parser.parse_args()
     options.workload = options.workload or list(WORKLOADS)
     options.way = options.way or DEFAULT_WAYS
-    with torch.inference_mode():
-        bench = Bench(options)
-        for name in options.only or MEASURES:
-            report(options, name, MEASURES[name](bench))
+    take(options, Bench, MEASURES)
 
 
 if __name__ == "__main__":
