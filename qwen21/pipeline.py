@@ -22,7 +22,7 @@ from .schedule import SCHEDULES, sigmas
 from .text_encoder import Encoding, TextEncoder, picture_digest, template
 from .transformer import QwenImage21Transformer
 from .vae import QwenImage21VAE
-from .workspace import Workspace
+from .workspace import Workspace, free_bytes
 
 KV_CACHES = ("off", "run", *PRECISIONS)
 STAGES = ("load", "encode", "vae encode", "prefill", "steps", "decode")
@@ -298,10 +298,7 @@ class Pipeline:
 
     def _room(self, device: torch.device) -> float:
         """Bytes that are free on `device`: known for CUDA, elsewhere the host's memory is the system's to manage."""
-        if device.type != "cuda":
-            return float("inf")
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
+        return free_bytes(device) if device.type == "cuda" else float("inf")
 
     def _check_finite(self, stage: str, *tensors: torch.Tensor) -> None:
         """A picture of NaN would be written as plain black: say where it went wrong."""

@@ -110,9 +110,9 @@ def divide(layers: list[tuple[StoredTensor, StoredTensor]], lengths: Sequence[in
     return [KVPart(tuple(part), dtype) for part in parts]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefixKV:
-    """A prefix as parts in order. `position` is the running position after it: where whatever follows begins."""
+    """A prefix as parts in order, equal to itself alone. `position` is the running position after it: where whatever follows begins."""
 
     parts: tuple[KVPart, ...] = ()
     position: int = 0

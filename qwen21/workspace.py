@@ -1,12 +1,17 @@
-"""What the steps of a run share: rotary tables, and scratch in which the keys and values of prefix and target lie side by side.
+"""What the steps of a run share: rotary tables, and memory in which the keys and values of prefix and target lie side by side.
 
 Attention wants the keys of prefix and target in one tensor. Stored parts of a prefix belong to several prefixes and are never written to,
-so they are copied. A buffer for each layer that keeps its prefix would save that copy and hold every prefix twice (2 GiB more for a
-reference of 1024 x 1024 pixels and branch); concatenating in each layer makes the copy wait for the layer's keys, and the layer for the
-copy. Here a slot of scratch takes the prefix of one layer, the target's keys and values are written behind it, and on a CUDA device there
-are two slots: while one layer computes, the prefix of the next is copied into the other slot on a stream of its own, from wherever it is
-kept. For a prefix in host memory that is the prefetch which hides the transfer (pinned memory, as StoredTensor.to makes it); FP8 is widened on
-that stream too. So the scratch costs two layers of keys and values, whatever the depth of the model and the number of branches.
+so they are copied, in one of two ways:
+
+- Kept: a prefix that comes a second time gets memory of its own for every layer, with room behind it for the target's keys and values, and
+  later steps copy nothing. That holds it twice (2 GiB for a reference of 1024 x 1024 pixels and branch), so it is done where a GPU has ample
+  room, and only for prefixes long enough to notice.
+- Scratch: one slot takes the prefix of one layer, the target's keys and values are written behind it, and on a CUDA device there are two
+  slots: while one layer computes, the prefix of the next is copied into the other slot on a stream of its own. That costs two layers of keys
+  and values, whatever the depth of the model and the number of branches.
+
+Both copy from wherever the prefix is. From host memory that is the prefetch which hides the transfer (pinned memory, as StoredTensor.to
+makes it); FP8 is widened on that stream too.
 
 Order on a CUDA device: a slot is filled after the attention that read it last (its `free` event), attention waits until its slot is
 filled (its `filled` event), and a call is not over before all copies are ordered before what follows: memory can be let go of without
@@ -14,18 +19,22 @@ record_stream, which would hold it back as far as the host runs ahead.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from .prefix import PrefixKV
 
+SHORT = 4  # a prefix of less than 1/SHORT of the target's tokens is copied faster than anyone would notice
+
 
 class InlineCopies:
-    """One slot, filled when its layer is computed, in the same queue."""
+    """One slot of scratch, filled when its layer is computed, in the same queue."""
 
     slots = 1
 
@@ -51,13 +60,13 @@ class InlineCopies:
 
 
 class SideStreamCopies(InlineCopies):
-    """Two slots of a CUDA device, filled a layer ahead on a stream of their own."""
+    """Two slots of scratch on a CUDA device, filled a layer ahead on a stream of their own."""
 
     slots = 2
 
     def __init__(self, device: torch.device):
         self._side = _side_stream(device)
-        self._filled, self._free = ([torch.cuda.Event() for _ in range(self.slots)] for _ in range(2))
+        self._filled, self._free = (defaultdict[int, torch.cuda.Event](torch.cuda.Event) for _ in range(2))
         self.begin()
 
     def begin(self) -> None:
@@ -89,14 +98,30 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Slots:
+    """Memory for the keys and values of one layer each, and which layer's prefix lies there."""
+
+    def __init__(self, count: int, elements: int, like: torch.Tensor):
+        self.memory = like.new_empty(count, elements)
+        self.held: list[int | None] = [None] * count
+
+    def rooms(self, shape: Sequence[int]) -> list[torch.Tensor]:
+        return [slot[: math.prod(shape)].view(shape) for slot in self.memory]
+
+
 class Workspace:
     """Made once a run and passed to every step of it; calls may differ in prefix, batch and size. Holds no result."""
 
-    def __init__(self, copies: Callable[[torch.device], InlineCopies] | None = None):
-        """`copies` says how slots are filled; None: a layer ahead where the device has streams."""
+    def __init__(self, copies: Callable[[torch.device], InlineCopies] | None = None, ample: Callable[[int, torch.device], bool] | None = None):
+        """`copies` says how slots are filled; None: a layer ahead where the device has streams. `ample` says whether so many bytes may go
+        to a prefix that is kept; None: on a CUDA device, if twice as many are free."""
         self._make_copies = copies or (lambda device: SideStreamCopies(device) if device.type == "cuda" else InlineCopies())
+        self._ample = ample or (lambda nbytes, device: 2 * nbytes <= free_bytes(device))
         self._copies: InlineCopies | None = None
-        self._memory: torch.Tensor | None = None  # (slots, elements)
+        self._placed_for: tuple[torch.device, torch.dtype] | None = None
+        self._scratch: Slots | None = None
+        self._seen: WeakSet[PrefixKV] = WeakSet()
+        self._kept: WeakKeyDictionary[PrefixKV, tuple[Sequence[int], Slots]] = WeakKeyDictionary()
         self._tables: dict[Hashable, torch.Tensor] = {}
 
     def once(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -108,21 +133,50 @@ class Workspace:
     @contextmanager
     def reading(self, prefix: PrefixKV, own: Sequence[int], like: torch.Tensor) -> Iterator["PrefixReader"]:
         """A pass over the layers of `prefix` with keys and values of shape `own` (batch, heads, tokens, head_dim) behind it; `like` gives device and dtype."""
-        if self._memory is None or (self._memory.device, self._memory.dtype) != (like.device, like.dtype):
-            self._copies, self._memory = self._make_copies(like.device), None
+        if self._placed_for != (like.device, like.dtype):
+            self._placed_for, self._copies, self._scratch = (like.device, like.dtype), self._make_copies(like.device), None
+            self._kept.clear()
         self._copies.begin()
         batch, heads, tokens, dim = own
         shape = (2, batch, heads, prefix.tokens + tokens, dim)  # K and V
-        slots, elements = self._copies.slots, math.prod(shape)
-        if self._memory is None or self._memory.shape[1] < elements:
-            self._memory = None  # let go of the smaller first
-            self._memory = like.new_empty(slots, elements)
-            self._copies.wait_for_computing()  # which may still use what the allocator gave
-        rooms = [self._memory[slot, :elements].view(shape) for slot in range(slots)]
         try:
-            yield PrefixReader(prefix, rooms, self._copies)
+            yield PrefixReader(prefix, self._keep(prefix, shape, like) or self._share(shape, like), shape, self._copies)
         finally:
             self._copies.end()
+
+    def _keep(self, prefix: PrefixKV, shape: Sequence[int], like: torch.Tensor) -> Slots | None:
+        """A slot for every layer of `prefix`, if it has come before, is worth it and there is room."""
+        if prefix in self._kept and self._kept[prefix][0] == shape:
+            return self._kept[prefix][1]
+        self._kept.pop(prefix, None)
+        layers = len(prefix.parts[0].layers) if prefix.parts else 0
+        came_before, long = prefix in self._seen, SHORT * prefix.tokens >= shape[3] - prefix.tokens
+        self._seen.add(prefix)
+        if not (came_before and long and layers and self._ample(layers * math.prod(shape) * like.element_size(), like.device)):
+            return None
+        self._scratch = None
+        self._kept[prefix] = shape, self._new(layers, shape, like)
+        return self._kept[prefix][1]
+
+    def _share(self, shape: Sequence[int], like: torch.Tensor) -> Slots:
+        """Slots that every prefix uses in turn."""
+        if self._scratch is None or self._scratch.memory.shape[1] < math.prod(shape):
+            self._scratch = None  # let go of the smaller first
+            self._scratch = self._new(self._copies.slots, shape, like)
+        self._scratch.held[:] = [None] * len(self._scratch.held)
+        return self._scratch
+
+    def _new(self, count: int, shape: Sequence[int], like: torch.Tensor) -> Slots:
+        slots = Slots(count, math.prod(shape), like)
+        self._copies.wait_for_computing()  # which may still use what the allocator gave
+        return slots
+
+
+def free_bytes(device: torch.device) -> int:
+    """What PyTorch can still take on a CUDA `device`; 0 elsewhere, where nobody says."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class Room(NamedTuple):
@@ -137,12 +191,11 @@ class Room(NamedTuple):
 class PrefixReader:
     """Hands out a prefix layer by layer, mostly in order; a layer may be left out or asked for again."""
 
-    def __init__(self, prefix: PrefixKV, rooms: Sequence[torch.Tensor], copies: InlineCopies):
-        """`rooms` (2, batch, heads, all tokens, head_dim), one a slot, of which nothing is known."""
-        self._prefix, self._rooms, self._copies = prefix, rooms, copies
+    def __init__(self, prefix: PrefixKV, slots: Slots, shape: Sequence[int], copies: InlineCopies):
+        """`shape` (2, batch, heads, all tokens, head_dim) of a slot."""
+        self._prefix, self._rooms, self._held, self._copies = prefix, slots.rooms(shape), slots.held, copies
         self._layers = len(prefix.parts[0].layers) if prefix.parts else 0
         self._tokens = prefix.tokens
-        self._held: list[int | None] = [None] * len(rooms)  # which layer's prefix a slot has
         self._ready = False  # the copies come after what computed the parts on this device
         self._fill(0)
 
@@ -165,7 +218,7 @@ class PrefixReader:
         slot = index % len(self._rooms)
         if index >= self._layers or self._held[slot] == index:
             return
-        self._held[slot] = index
+        self._held[slot] = None
         room = self._rooms[slot]
         placed, start = [], 0
         for part in self._prefix.parts:
@@ -178,3 +231,4 @@ class PrefixReader:
                     self._ready = True
                 for stored, half in zip(part.layers[index], place):
                     stored.write(half)
+        self._held[slot] = index

@@ -166,6 +166,16 @@ class Bench:
             lambda: torch._scaled_mm(a, b.t(), scale_a=a_scales[:, None], scale_b=b_scales[None], out_dtype=torch.bfloat16, use_fast_accum=True),
         )
 
+    def split_rates(self) -> None:
+        """Of products that share an input, one by one and as one: queries, keys and values; the two of the MLP."""
+        rows, dim = (64 if self.small else 4096), self.config.dim
+        x = torch.randn(rows, dim, device=self.device).to(self.dtype)
+        for parts, columns in ((3, dim), (2, dim * self.config.mlp_ratio)):
+            weight = torch.randn(parts * columns, dim, device=self.device).to(self.dtype)
+            flops, pieces = 2 * rows * weight.numel(), weight.split(columns)
+            self.ceiling(f"matmul, {parts} of {columns} columns", flops, lambda pieces=pieces: [F.linear(x, piece) for piece in pieces])
+            self.ceiling(f"matmul, one of {parts * columns} columns", flops, lambda weight=weight: F.linear(x, weight))
+
     def attention_rate(self, queries: int, keys: int, q_tokens_first: bool = False, kv_tokens_first: bool = False) -> float:
         """Of PyTorch's choice, sustained; heads before tokens in memory unless told otherwise."""
         heads, dim = self.config.num_attention_heads, self.config.attention_head_dim
@@ -208,6 +218,23 @@ class Bench:
         linear *= (c.num_layers - 1 + 2 / (4 + 3 * c.mlp_ratio)) / c.num_layers
         return 1000 * (linear / self.matmul_rate() + total)
 
+    def _captured(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """STEPS replays of `step` as one CUDA graph."""
+        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, stream=stream):
+            out = step()
+
+        def steps() -> torch.Tensor:
+            for _ in range(STEPS):
+                graph.replay()
+            return out
+
+        return steps
+
     def prefill(self, inputs: Inputs, model: QwenImage21Transformer | None = None) -> PrefixKV:
         return (model or self.model).prefill(inputs.context, inputs.slots, inputs.references)
 
@@ -226,8 +253,16 @@ class Bench:
             return lambda: [self.reference_step(inputs, cache, "cached", model) for _ in range(STEPS)][-1]
         model = self.fp8 if "fp8" in name else self.model
         prefix = self.prefill(inputs, model)
-        workspace = Workspace(lambda device: InlineCopies()) if "not copied ahead" in name else Workspace()
+        workspace = Workspace(lambda device: InlineCopies(), _never) if "not copied ahead" in name else Workspace(ample=_never if "every step" in name else None)
         context = WAYS[name]
+        if "compiled" in name:
+            model = copy.copy(model)
+            model._modules = dict(model._modules, transformer_blocks=nn.ModuleList(map(copy.copy, model.transformer_blocks)))
+            for block in model.transformer_blocks:
+                block.compile()
+        if "graph" in name:
+            sigma = torch.tensor(SIGMA, device=self.device)
+            return self._captured(lambda: model.denoise(inputs.target, sigma, prefix, workspace=workspace))
 
         def steps() -> torch.Tensor:
             with context():
@@ -265,6 +300,10 @@ def queries_tokens_first() -> Iterator[None]:
         yield
 
 
+def _never(nbytes: int, device: torch.device) -> bool:
+    return False
+
+
 def _backend(backend: SDPBackend) -> Callable:
     return lambda: sdpa_kernel(backend)
 
@@ -274,7 +313,10 @@ WAYS = {
     "reference compiled": nullcontext,
     "ours": nullcontext,
     "ours, plain PyTorch": plain,
-    "ours, not copied ahead": nullcontext,
+    "ours, prefix copied every step": nullcontext,
+    "ours, prefix copied every step, not copied ahead": nullcontext,
+    "ours, one CUDA graph, not copied ahead": nullcontext,
+    "ours, blocks compiled": nullcontext,
     **{f"ours, without {name}": lambda name=name: plain([name]) for name in KERNELS},
     "ours, queries tokens first": queries_tokens_first,
     "ours, cuDNN attention": _backend(SDPBackend.CUDNN_ATTENTION),
@@ -290,6 +332,7 @@ def ceilings(bench: Bench) -> list[dict]:
     bench.matmul_rate()
     bench.matmul_rate(fp8=True)
     bench.memory_rate()
+    bench.split_rates()
     for name in bench.options.workload:
         inputs = bench.inputs(name)
         keys = inputs.prefix_tokens + inputs.tokens

@@ -33,7 +33,12 @@ def sustained_ms(function: Callable[[], object], device: torch.device, seconds: 
     function()
     once, _ = device_ms(function, device)
     calls = max(int(1000 * seconds / max(once, 1e-3)), 1)
-    return device_ms(lambda: [function() for _ in range(calls)], device)[0] / calls
+
+    def many() -> None:
+        for _ in range(calls):
+            function()
+
+    return device_ms(many, device)[0] / calls
 
 
 def sm_clock(function: Callable[[], object], device: torch.device) -> int | None:
@@ -43,7 +48,7 @@ def sm_clock(function: Callable[[], object], device: torch.device) -> int | None
     function()
     function()
     try:
-        command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={torch.cuda.current_device()}"]
+        command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
         return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

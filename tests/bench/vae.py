@@ -119,7 +119,7 @@ def plain() -> Iterator[None]:
 @contextmanager
 def searched() -> Iterator[None]:
     """cuDNN tries its algorithms on every new shape."""
-    with mock.patch.object(torch.backends.cudnn, "benchmark", True):
+    with torch.backends.cudnn.flags(benchmark=True, deterministic=False, allow_tf32=torch.backends.cudnn.allow_tf32):
         yield
 
 

@@ -1,6 +1,8 @@
 """Prefix and target side by side: equal to concatenating them, filled a layer ahead in an order that no slot can be read or written too early."""
 
 import copy
+import itertools
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -54,16 +56,17 @@ def concatenated(prefix: PrefixKV, layer: int, own: torch.Tensor, half: int) -> 
 
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=0, max_size=3),
-    calls=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.lists(st.integers(0, LAYERS - 1), max_size=8)), min_size=1, max_size=3),
+    calls=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.lists(st.integers(0, LAYERS - 1), max_size=8)), min_size=1, max_size=4),
     precision=st.sampled_from(PRECISIONS),
     two=st.booleans(),
+    ample=st.booleans(),
 )
 @torch.inference_mode()
-def test_equals_concatenating(sizes, calls, precision, two):
-    """In any order of layers, calls of any size after one another."""
-    prefix = PrefixKV(tuple(part(size, seed, precision) for seed, size in enumerate(sizes)))
-    workspace = Workspace(lambda device: Recorded([]) if two else InlineCopies())
-    for tokens, batch, layers in calls:
+def test_equals_concatenating(sizes, calls, precision, two, ample):
+    """In any order of layers, calls of any size after one another, prefixes in turn, kept or not."""
+    prefixes = [PrefixKV(tuple(part(size, seed, precision) for seed, size in enumerate(sizes, first))) for first in (0, 10)]
+    workspace = Workspace(lambda device: Recorded([]) if two else InlineCopies(), lambda nbytes, device: ample)
+    for (tokens, batch, layers), prefix in itertools.product(calls, prefixes):
         k, v = torch.randn(2, batch, 2, tokens, 4)
         with workspace.reading(prefix, k.shape, k) as reader:
             for layer in layers:
@@ -85,6 +88,47 @@ def test_the_next_layer_is_issued_before_a_layer_computes():
         expected += [("fill", (layer + 1) % 2)] if layer + 1 < LAYERS else []
         expected += [("use", layer % 2), "attention", ("free", layer % 2)]
     assert log == [*expected, "end"]
+
+
+def test_a_prefix_that_comes_again_is_copied_once():
+    log = []
+    asked = []
+    workspace = Workspace(lambda device: Recorded(log), lambda nbytes, device: asked.append(nbytes) or True)
+    prefix = PrefixKV((part(2, 0),))
+
+    def run(prefix: PrefixKV) -> int:
+        """How many slots were filled."""
+        log.clear()
+        with workspace.reading(prefix, (1, 2, 3, 4), torch.empty(0)) as reader:
+            for layer in range(LAYERS):
+                with reader.layer(layer):
+                    pass
+        return sum(entry[0] == "fill" for entry in log)
+
+    assert [run(prefix) for _ in range(4)] == [LAYERS, LAYERS, 0, 0]
+    assert asked == [LAYERS * 2 * 2 * 5 * 4 * 4]
+    assert [run(PrefixKV((part(2, 0),))) for _ in range(3)] == 3 * [LAYERS] and len(asked) == 1  # one that comes once is not kept
+
+
+def test_what_is_kept_goes_with_its_prefix():
+    workspace = Workspace(ample=lambda nbytes, device: True)
+    prefix = PrefixKV((part(2, 0),))
+    for _ in range(2):
+        with workspace.reading(prefix, (1, 2, 3, 4), torch.empty(0)) as reader, reader.layer(0):
+            pass
+    memory = weakref.ref(workspace._kept[prefix][1].memory)
+    del reader
+    assert memory() is not None
+    del prefix
+    assert memory() is None
+
+
+def test_a_short_prefix_is_not_kept():
+    workspace = Workspace(ample=lambda nbytes, device: pytest.fail("asked for room"))
+    prefix = PrefixKV((part(2, 0),))
+    for _ in range(3):
+        with workspace.reading(prefix, (1, 2, 9, 4), torch.empty(0)):
+            pass
 
 
 def test_copies_end_in_order_when_a_call_is_interrupted():
@@ -113,7 +157,7 @@ def test_gradients_pass_through(transformer):
 def test_steps_of_a_run_share_it(transformer):
     """Prefixes of two branches in turn, and a change of size and batch, give what each gives alone."""
     prefixes = [transformer.prefill(torch.full((1, tokens, 64), 0.3)) for tokens in (3, 5)]
-    workspace = Workspace(lambda device: Recorded([]))
+    workspace = Workspace(lambda device: Recorded([]), lambda nbytes, device: True)
     for sigma, grid, batch in ((0.9, (2, 3), 1), (0.5, (2, 3), 2), (0.5, (4, 4), 1)):
         for prefix in prefixes:
             noisy = picture(*grid, 0, batch)
@@ -123,8 +167,9 @@ def test_steps_of_a_run_share_it(transformer):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("place", ["host", "device", "both"])
+@pytest.mark.parametrize("ample", [False, True])
 @torch.inference_mode()
-def test_on_a_side_stream(transformer, precision, place):
+def test_on_a_side_stream(transformer, precision, place, ample):
     """The same numbers as without one, while the computing stream is kept busy so that copies do run ahead."""
     model = copy.deepcopy(transformer).cuda()
     context = torch.randn(1, 500, 64, generator=torch.Generator().manual_seed(0)).cuda()
@@ -135,7 +180,7 @@ def test_on_a_side_stream(transformer, precision, place):
     parts = [one.to(host) if place == "host" or (place == "both" and i == 0) else one for i, one in enumerate(parts)]
     prefix = PrefixKV(tuple(parts), second.position)
     noisy, work = picture(24, 24, 0).cuda(), torch.randn(2048, 2048, device="cuda")
-    plain, ahead = Workspace(lambda device: InlineCopies()), Workspace()
+    plain, ahead = Workspace(lambda device: InlineCopies(), lambda nbytes, device: False), Workspace(ample=lambda nbytes, device: ample)
     expected = model.denoise(noisy, 0.5, prefix, workspace=plain)
     for _ in range(20):
         for _ in range(10):
