@@ -17,7 +17,8 @@ from .layout import GRIDS, LARGE_GRIDS, REFERENCE_GRIDS, REFERENCE_TOKENS, ROOMS
 from .tokens import load_tokenizer
 
 BLANK = {"t2i": 0.08, "large": 0.08, "edit": 0.03, "compose": 0.0}  # of prompts, for classifier-free guidance
-SQUARE = 0.85  # of the pictures are 256 x 256
+SQUARE = 0.6  # of the pictures are 256 x 256
+CLEAR = 0.35  # of the pictures to paint from text are transparent
 EDIT_WEIGHTS = (4, 3, 4, 3, 3, 3, 1, 1)  # how often each of EDITS is drawn
 LAYOUT_KEYS = ("ids", "vision", "text_position", "source", "position", "block", "length", "frame", "reference_grids", "target_grid")
 
@@ -47,7 +48,7 @@ def draw_samples(room: str, count: int, seed: int) -> dict[str, np.ndarray]:
     rng, layouter, slots = random.Random(seed), Layouter(load_tokenizer()), ROOMS[room].references
     arrays, scenes, targets, reference_of = [], [], [], []
     while len(arrays) < count:
-        task = draw_task(rng, draw_kind(rng, room))
+        task = draw_task(rng, draw_kind(rng, room), clear=CLEAR)
         grids, target = draw_grids(rng, room, len(task.references))
         layout = layouter("" if rng.random() < BLANK[room] else task.prompt, grids, target, ROOMS[room])
         if layout:

@@ -48,7 +48,7 @@ class Portion(NamedTuple):
     first: int = 0
 
 
-PORTIONS = {"t2i": Portion(192, 1, 0.4), "edit": Portion(128, 2, 0.45), "compose": Portion(32, 2, 0.4, 3), "large": Portion(24, 1, 0.2, 8, 1)}
+PORTIONS = {"t2i": Portion(192, 1, 0.4), "edit": Portion(128, 2, 0.45), "compose": Portion(32, 2, 0.4, 3), "large": Portion(24, 1, 0.3, 3, 1)}
 SHIFT = 0.5  # mu of the schedule at 256 x 256
 
 
