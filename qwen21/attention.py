@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
+from . import kernels
 from .sequence import Segment, bounds
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -24,6 +26,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if q.is_cuda:  # no mask in memory, and kernels that share out few queries over many keys
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(queries, keys))
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -38,5 +42,6 @@ def prefix_attention(
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)  # heads side by side, as the next layer wants them
     for start, end, segment in bounds(segments):
         attend = causal_attention if segment.is_text else full
-        out[:, :, start:end] = attend(q[:, :, start:end], k[:, :, : past + end], v[:, :, : past + end])
+        attended = attend(q[:, :, start:end], k[:, :, : past + end], v[:, :, : past + end])
+        kernels.place(attended.transpose(1, 2), None, None, out[:, :, start:end])
     return out

@@ -121,7 +121,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor | Fp8Rows, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
         out = attend(self._split(self.to_q(x)), *self.keys_values(x), self)
-        return self.to_out[0](rearrange(out, "batch heads tokens dim -> batch tokens (heads dim)"))
+        return self.to_out[0](kernels.gather(out, takes_rows(self.to_out[0])))
 
 
 class SwiGLU(nn.Module):

@@ -125,6 +125,18 @@ def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, o
     return x if out is None else out.copy_(x)
 
 
+def gather(x: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    """`x` (batch, heads, tokens, head_dim) as (batch, tokens, heads * head_dim). With `fp8`, in rows for an FP8 layer."""
+    x = x.transpose(1, 2)
+    if fusible(x) and x.shape[-1].bit_count() == 1 and x.stride(3) == 1:
+        if fp8 and _knows_fp8(x):
+            return Fp8Rows(*_fused().quantize_heads(x), x.dtype)
+        if not x.is_contiguous():
+            x = place(x, None, None, torch.empty_like(x, memory_format=torch.contiguous_format).transpose(1, 2)).transpose(1, 2)
+    x = x.flatten(2)
+    return quantize_rows(x) if fp8 else x
+
+
 def widen(values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """FP8 `values` (1, heads, tokens, head_dim) times `scale` (1, heads, tokens, 1), in float32 and rounded to `out` (batch, heads, tokens, head_dim)."""
     if fusible(out) and _knows_fp8(out) and values.shape[-1].bit_count() == 1:

@@ -60,12 +60,16 @@ def _swiglu_kernel(gate, up, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constex
         tl.store(out + at, values.to(out.dtype.element_ty), mask)
 
 
-@triton.jit
-def _quantize_rows_kernel(x, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FP8_MAX: tl.constexpr, TINY: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens"])
+def _quantize_rows_kernel(
+    x, out, scales, tokens, x_batch, x_token, x_head,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, FP8_MAX: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
-    values = tl.load(x + row * WIDTH + columns, mask, other=0.0).to(tl.float32)
+    source = x + (row // tokens * x_batch + row % tokens * x_token)
+    values = tl.load(source + columns // DIM * x_head + columns % DIM, mask, other=0.0).to(tl.float32)
     _store_fp8(values, out + row * WIDTH, scales, row, columns, mask, FP8_MAX, TINY)
 
 
@@ -143,11 +147,20 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, fp8: bool) -> tuple[torch.Tenso
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., width) in FP8 and the scales (...) of its rows."""
-    x = x.contiguous()
-    width = x.shape[-1]
+    rows = x.contiguous().view(1, -1, 1, x.shape[-1])
+    values, scales = quantize_heads(rows)
+    return values.view(x.shape), scales.view(x.shape[:-1])
+
+
+def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (batch, tokens, heads, head_dim), strides free but for the last, in FP8 as (batch, tokens, heads * head_dim); the scales (batch, tokens) of its rows."""
+    batch, tokens, heads, dim = x.shape
+    width = heads * dim
     block = triton.next_power_of_2(width)
-    out, scales = _rows(x, fp8=True)
-    _quantize_rows_kernel[(x.numel() // width,)](x, out, scales, width, block, FP8_MAX, TINY, num_warps=_warps(block))
+    out, scales = x.new_empty(batch, tokens, width, dtype=FP8), x.new_empty(batch, tokens, dtype=torch.float32)
+    _quantize_rows_kernel[(batch * tokens,)](
+        x, out, scales, tokens, x.stride(0), x.stride(1), x.stride(2), width, dim, block, FP8_MAX, TINY, num_warps=_warps(block)
+    )
     return out, scales
 
 

@@ -93,6 +93,20 @@ def test_a_host_norm_is_called(fusible):
     assert torch.equal(kernels.place(x, HostNorm(32), None), 3 * x.transpose(1, 2))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_gather(fusible, monkeypatch, dtype, fp8, heads_first):
+    """What attention gives, whichever way it lies in memory."""
+    x = random(2, 3, 7, 32, dtype=dtype) if heads_first else random(2, 7, 3, 32, dtype=dtype).transpose(1, 2)
+    ours = kernels.gather(x, fp8)
+    apart = kernels.quantize_rows(x.transpose(1, 2).flatten(2))
+    monkeypatch.setattr(kernels, "fusible", lambda x: False)
+    if fp8:
+        assert torch.equal(ours.scales, apart.scales) and torch.equal(ours.values.float(), apart.values.float()) and ours.dtype == dtype
+    else:
+        assert torch.equal(ours, kernels.gather(x)) and ours.is_contiguous()
+
+
 def test_widen(fusible, dtype):
     stored = StoredTensor.quantized(random(1, 3, 11, 32))
     out = torch.zeros(2, 3, 15, 32, device=DEVICE, dtype=dtype)
