@@ -106,7 +106,7 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 def report(options: argparse.Namespace, measure: str, rows: list[dict]) -> None:
     """A table, or a line of JSON a row. The first value of a row names it."""
-    settings = {name: value for name, value in vars(options).items() if name in ("size", "device", "resolution")}
+    settings = {name: value for name, value in vars(options).items() if name in ("size", "device", "resolution", "limit_gib")}
     if not options.json:
         print(f"\n{measure}")
     for row in rows:

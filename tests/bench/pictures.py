@@ -68,10 +68,14 @@ class Published(Checkpoint):
         torch.manual_seed(0)
         for owner in module.modules():
             for parameter, weight in owner.named_parameters(recurse=False):
-                made = torch.randn(weight.shape, device=self._device, dtype=dtype) * (weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1)
-                scale = parameter == "gamma" or (weight.ndim == 1 and parameter == "weight" and "Norm" in type(owner).__name__)
-                setattr(owner, parameter, nn.Parameter(made + float(scale), requires_grad=False))
+                setattr(owner, parameter, nn.Parameter(random_weight(owner, parameter, weight.shape, self._device, dtype), requires_grad=False))
         return module.to(self._device).eval()
+
+
+def random_weight(owner: nn.Module, name: str, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Of a size that keeps activations in range; what scales is around 1."""
+    made = torch.randn(shape, device=device, dtype=dtype) * (shape[1:].numel() ** -0.5 if len(shape) > 1 else 0.1)
+    return made + float(name == "gamma" or (len(shape) == 1 and name == "weight" and "Norm" in type(owner).__name__))
 
 
 class Bench:

@@ -1,0 +1,321 @@
+"""The nodes inside ComfyUI: what a step takes there, and what a card of so many GiB still paints.
+
+    python tests/bench/comfyui.py --comfyui FOLDER [--size small|full] [--device cpu|cuda] [--only steps] [--limit-gib 12] [--encoder]
+        [--checkpoint FOLDER] [--options=--disable-dynamic-vram] [--repeats 5] [--json]
+
+Runs in ComfyUI's Python, without its server, and starts ComfyUI as its main.py does; what that decides before torch is imported is left to the caller:
+with PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync it uses that allocator, as it does by itself on CUDA 13. Reads a checkpoint folder with random
+weights, which is written first if it is not there: "small" is the toy in float32, "full" the published sizes in bfloat16 (14 GB, and 17 GB for
+the text encoder, of which only a stub is written without --encoder).
+
+Measures: "steps" (8 steps of the Sampler, and the same a step; the prefix is in them, except where the prompt was seen before), "memory" (4 steps
+and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much of the
+denoiser was on the card after sampling), "encode" (the text encoder, likewise). --limit-gib takes the rest of the card's memory away first.
+"""
+
+import argparse
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from measuring import arguments, in_turn, take
+from PIL import Image
+from safetensors.torch import save_file
+
+REPOSITORY = Path(__file__).parents[2]
+PACK = "qwen_image_21"
+HEAD, GAP, TEXT = 4, 3, 300  # text tokens: before the first reference, between two, in all
+STEPS, MEMORY_STEPS = 8, 4
+SHARD = 2 * 2**30  # bytes a file of a checkpoint
+WAYS = ("ours", "ours, prompt seen before", "ours, plain PyTorch", "ours, prefix recomputed", "ours fp8")
+WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
+PROMPT = "a red star over two blue circles beside the green square under one yellow moon, " * 4
+
+
+def limit_memory(gib: float) -> None:
+    """Leave `gib` GiB of the card, in which the driver's own share lies as on a card of that size, and let whoever asks see no more."""
+    size, ask = int(gib * 2**30), torch.cuda.mem_get_info
+    _, total = ask()
+    taken = ctypes.c_void_p()
+    failed = ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(taken), ctypes.c_size_t(total - size))
+    if failed:
+        raise SystemExit(f"the card does not give away all but {gib} GiB (CUDA error {failed}): let nothing else run on it")
+    torch.cuda.mem_get_info = lambda device=None: (ask(device)[0], size)
+
+
+def start_comfyui(folder: Path, base: str, options: list[str]) -> None:
+    """Import ComfyUI with those command line options and its working folders in `base`."""
+    sys.path.insert(0, str(folder))
+    if "cudaMallocAsync" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        options = ["--cuda-malloc", *options]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    sys.argv[1:] = ["--base-directory", base, "--disable-api-nodes", *options]
+    from comfy.cli_args import args, enables_dynamic_vram
+
+    if enables_dynamic_vram():
+        import comfy_aimdo.control
+
+        comfy_aimdo.control.init(nvml_pressure=not args.disable_nvml_pressure)
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy.utils
+
+    if enables_dynamic_vram() and comfy_aimdo.control.init_devices((device.index, 0) for device in comfy.model_management.get_all_torch_devices()):
+        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+        comfy.memory_management.aimdo_enabled = True
+    comfy.utils.PROGRESS_BAR_ENABLED = False
+
+
+def pack(module: str):
+    """A module of the node pack, such as "nodes.sampler", in a package of its own as ComfyUI imports it."""
+    if PACK not in sys.modules:
+        spec = importlib.util.spec_from_file_location(PACK, REPOSITORY / "__init__.py", submodule_search_locations=[str(REPOSITORY)])
+        sys.modules[PACK] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[PACK])
+    return importlib.import_module(f"{PACK}.{module}")
+
+
+def outputs(module: str, node: str, **inputs) -> tuple:
+    """Of a node, called as ComfyUI calls it, with what it does after each."""
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_prefetch
+    import comfy_aimdo.model_vbar
+    from comfy_api.latest import io
+
+    try:
+        return getattr(pack(module), node).PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.unique_id: None}}).execute(**inputs).args
+    finally:
+        if comfy.memory_management.aimdo_enabled:
+            comfy.model_management.reset_cast_buffers()
+            comfy.model_prefetch.cleanup_prefetch_queues()
+            comfy_aimdo.model_vbar.vbars_reset_watermark_limits()
+
+
+def write_checkpoint(folder: Path, full: bool, encoder: bool, device: torch.device) -> None:
+    """A checkpoint folder with random weights."""
+    sys.path.append(str(REPOSITORY))  # the core as a package, which ComfyUI's Python may not have
+    from pictures import Published
+
+    from qwen21.checkpoint import TINY_FOLDER
+    from qwen21.random_model import make_random
+
+    if not full:
+        make_random(folder, resolution=64)
+        return
+    made = Published(device)
+    if not encoder:
+        stub = made.parts["text_encoder"]
+        tiny = json.loads((TINY_FOLDER / "text_encoder/config.json").read_text())
+        width = made.transformer_config.context_in_dim
+        values = {"text_config": {"hidden_size": width, "num_hidden_layers": 1}, "vision_config": {"out_hidden_size": width}}
+        made.parts["text_encoder"] = replace(stub, config=tiny | {name: tiny[name] | value for name, value in values.items()})
+    for name, part in made.parts.items():
+        write_part(folder / name, part, device)
+    for name in ("scheduler", "processor"):
+        shutil.copytree(TINY_FOLDER / name, folder / name)
+    index = json.loads((TINY_FOLDER / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"native_resolution": made.index.native_resolution}))  # last: the folder is whole
+
+
+def write_part(folder: Path, part, device: torch.device) -> None:
+    """Config and random weights in bfloat16, in shards."""
+    from pictures import random_weight
+
+    from qwen21.checkpoint import meta_module
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(part.config))
+    torch.manual_seed(0)
+    prefix, stem = ("model.", "model") if part.name == "text_encoder" else ("", "diffusion_pytorch_model")
+    files, shard = {}, {}
+
+    def write() -> None:
+        file = f"{stem}-{len(set(files.values())):05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        files.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for path, owner in meta_module(part).named_modules():
+        for name, weight in owner.named_parameters(recurse=False):
+            shard[prefix + ".".join(filter(None, (path, name)))] = random_weight(owner, name, weight.shape, device, torch.bfloat16).cpu()
+            if sum(tensor.nbytes for tensor in shard.values()) > SHARD:
+                write()
+    write()
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.device = options, torch.device(options.device)
+        self.small = options.size == "small"
+        self.side = 4 if self.small else 64  # of target and references, in latent positions
+        self.checkpoint = pack("qwen21.checkpoint").Checkpoint(options.checkpoint)
+
+    def load(self, fp8: bool):
+        """The denoiser as a MODEL."""
+        return pack("nodes.bridge_model").load_model(self.checkpoint, fp8=fp8)
+
+    def conditioning(self, references: list[torch.Tensor]) -> list:
+        """Random text with so many references in it."""
+        text = TEXT // 10 if self.small else TEXT
+        states = torch.randn(1, text, self.checkpoint.transformer_config.context_in_dim, generator=torch.Generator().manual_seed(0))
+        slots = [HEAD + GAP * i for i in range(len(references))]
+        return [[states, {"image_slots": slots, "reference_latents": references} if references else {}]]
+
+    def sample(self, model, references: list[torch.Tensor], steps: int) -> tuple[dict, str]:
+        """(LATENT, report) of the Sampler."""
+        prompt, latent = self.conditioning(references), {"samples": torch.zeros(1, 64, self.side, self.side)}
+        inputs = {"model": model, "positive": prompt, "negative": prompt, "latent": latent, "seed": 0, "steps": steps, "cfg": 1.0, "schedule": "dynamic"}
+        return outputs("nodes.sampler", "Qwen21Sampler", **inputs, sampler_name="euler", denoise=1.0, cfg_until=1.0)
+
+    def way(self, name: str, model, references: int) -> Callable[[], object]:
+        """STEPS steps of `name`, one of WAYS."""
+        generator = torch.Generator().manual_seed(1)
+        latents = [torch.randn(1, 64, self.side, self.side, generator=generator) for _ in range(references)]
+        if "recomputed" in name:
+            (model,) = outputs("nodes.prefix_cache", "Qwen21PrefixCache", model=model, budget_mb=0, device="off", precision="default")
+        plain = mock.patch.object(pack("qwen21.kernels"), "fusible", lambda x: False) if "plain" in name else nullcontext()
+
+        def run() -> None:
+            if "seen before" not in name:
+                model.model.diffusion_model.cache.tree.clear()
+            with plain:
+                self.sample(model, latents, STEPS)
+
+        return run
+
+    def picture(self) -> Image.Image:
+        side = 16 * self.side
+        return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 4), dtype=np.uint8))
+
+    def paint(self, row: dict, model, vae, edit: bool) -> None:
+        """From conditioning to a picture."""
+        vae.__dict__.pop("qwen21_references", None)  # latents it remembers
+        references = [pack("nodes.references").reference_latents(vae, self.picture())] if edit else []
+        latent, report = self.sample(model, references, MEMORY_STEPS)
+        row["seconds_a_step"] = float(re.search(r"each step: ([\d.]+) s", report)[1])
+        note_loaded(row, model)
+        outputs("nodes.decode", "Qwen21Decode", vae=vae, latent=latent, alpha="snap", colour="#ffffff")
+
+    def read(self, row: dict, clip, images: dict[str, torch.Tensor]) -> None:
+        """From prompt and pictures to conditioning."""
+        inputs = {"clip": clip, "prompt": PROMPT, "negative_prompt": "", "size_policy": "official", "resolution": 0, "images": images}
+        outputs("nodes.encode", "Qwen21Encode", **inputs)
+        note_loaded(row, clip.patcher)
+
+    def tried(self, function: Callable, *arguments) -> dict:
+        """The row that `function` notes in, with the first line of what it raised, and what it took."""
+        row: dict = {"result": "done"}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        try:
+            function(row, *arguments)
+        except Exception as error:  # noqa: BLE001 - whatever the card's size makes of it
+            row["result"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        row["seconds"] = time.perf_counter() - began
+        if self.device.type == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if row["result"] != "done":
+            unload()
+        return row
+
+
+def note_loaded(row: dict, patcher) -> None:
+    """How much of a model is on the device, of how much, and whether ComfyUI loads it page by page."""
+    row |= {"loaded_gib": patcher.loaded_size() / 2**30, "model_gib": patcher.model_size() / 2**30, "dynamic": patcher.is_dynamic()}
+
+
+def unload() -> None:
+    import comfy.model_management
+
+    gc.collect()
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+
+
+def steps(bench: Bench) -> list[dict]:
+    """8 steps of every way, in turn: ms a step, and seconds in all."""
+    models, rows = {fp8: bench.load(fp8) for fp8 in WEIGHTS.values()}, []
+    for references in (0, 4):
+        ways = {name: bench.way(name, models["fp8" in name], references) for name in WAYS}
+        for name, row in in_turn(ways, bench.device, bench.options.repeats).items():
+            timed = {"ms": row["ms"] / STEPS, "host_ms": row["host_ms"] / STEPS, "seconds": row["ms"] / 1000, "sm_mhz": row["sm_mhz"]}
+            rows.append({"what": f"{references} references, {name}", **timed})
+    del models, ways
+    unload()
+    return rows
+
+
+def memory(bench: Bench) -> list[dict]:
+    """Text to image, then an edit with one reference, with each kind of weights."""
+    vae, rows = pack("nodes.bridge_vae").load_vae(bench.checkpoint), []
+    for weights, fp8 in WEIGHTS.items():
+        model = bench.load(fp8)
+        for edit, what in enumerate(("text to image", "edit")):
+            rows.append({"what": f"{what}, {weights}", **bench.tried(bench.paint, model, vae, edit)})
+        del model
+        unload()
+    return rows
+
+
+def encode(bench: Bench) -> list[dict]:
+    """A prompt alone, then with a picture; nothing where the checkpoint has a stub for an encoder."""
+    if bench.checkpoint.encoder_config().text_config.num_hidden_layers == 1:
+        return []
+    clip = pack("nodes.bridge_clip").load_clip(bench.checkpoint)
+    picture = torch.from_numpy(np.array(bench.picture()))[None] / 255
+    cases = {"prompt": {}, "prompt and picture": {"image_1": picture}}
+    rows = [{"what": what, **bench.tried(bench.read, clip, images)} for what, images in cases.items()]
+    del clip
+    unload()
+    return rows
+
+
+MEASURES = {"steps": steps, "memory": memory, "encode": encode}
+
+
+def main() -> None:
+    parser = arguments("comfyui", __doc__.splitlines()[0], MEASURES)
+    parser.add_argument("--comfyui", type=Path, required=True, help="ComfyUI's folder")
+    parser.add_argument("--checkpoint", type=Path, help="folder of the random checkpoint, kept; a temporary one without it")
+    parser.add_argument("--encoder", action="store_true", help="write the text encoder in its published size")
+    parser.add_argument("--limit-gib", type=float, help="memory that the card is to have")
+    parser.add_argument("--options", default="", help="ComfyUI's own, such as --options=--lowvram")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory() as temporary:
+        options.checkpoint = options.checkpoint or Path(temporary, "checkpoint")
+        if not (options.checkpoint / "model_index.json").is_file():
+            began = time.perf_counter()
+            write_checkpoint(options.checkpoint, options.size == "full", options.encoder, device)
+            print(f"checkpoint written in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        if options.limit_gib:
+            torch.cuda.empty_cache()
+            limit_memory(options.limit_gib)
+        start_comfyui(options.comfyui.resolve(), temporary, [*(["--cpu"] if device.type == "cpu" else []), *shlex.split(options.options)])
+        take(options, Bench, MEASURES)
+
+
+if __name__ == "__main__":
+    main()
