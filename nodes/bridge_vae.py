@@ -10,13 +10,15 @@ import comfy.sd
 import comfy.utils
 import torch
 
+from ..qwen21 import kernels
 from ..qwen21.checkpoint import Checkpoint, meta_module
 from ..qwen21.config import VAEConfig
 from ..qwen21.vae import QwenImage21VAE
 from .bridge_stored import state_dict
 
-# Bytes a pixel and byte of dtype, from the measured peaks of the published widths (7.2 GiB to decode, 2.9 GiB to encode 1024 x 1024 in bfloat16, less weights).
-DECODE_BYTES, ENCODE_BYTES = 3300, 1400
+# Bytes a pixel and byte of dtype, to decode and to encode, from the peaks that tests/bench/vae.py measures at the published widths, less weights:
+# with kernels (1.6 and 0.8 GiB for 1024 x 1024 in bfloat16), and without (6.6 and 2.3 GiB, the reference's).
+KERNEL_BYTES, PLAIN_BYTES = (900, 450), (3300, 1400)
 
 
 class QwenImage21ComfyVAE(comfy.sd.VAE):
@@ -29,9 +31,9 @@ class QwenImage21ComfyVAE(comfy.sd.VAE):
         self.downscale_ratio = self.upscale_ratio = config.spatial_ratio
         self.latent_channels, self.output_channels = config.z_dim, config.out_channels
         self.pad_channel_value = 1.0  # RGB in is opaque
-        self.memory_used_decode, self.memory_used_encode = _memory_use(config)
         self.working_dtypes = [torch.bfloat16, torch.float32]  # float16 overflows
         self.device, self.output_device = management.vae_device(), management.intermediate_device()
+        self.memory_used_decode, self.memory_used_encode = _memory_use(config, self.device)
         self.vae_dtype = dtype or management.vae_dtype(self.device, self.working_dtypes)
         self.config = config
 
@@ -61,13 +63,15 @@ class QwenImage21ComfyVAE(comfy.sd.VAE):
         return torch.cat(results)
 
 
-def _memory_use(config: VAEConfig):
+def _memory_use(config: VAEConfig, device: torch.device):
+    decode_bytes, encode_bytes = KERNEL_BYTES if kernels.run_on(device) else PLAIN_BYTES
+
     def decode(shape, dtype):
         area = shape[-2] * shape[-1] * config.spatial_ratio**2
-        return DECODE_BYTES * area * config.decoder_base_dim / 144 * comfy.model_management.dtype_size(dtype)
+        return decode_bytes * area * config.decoder_base_dim / 144 * comfy.model_management.dtype_size(dtype)
 
     def encode(shape, dtype):
-        return ENCODE_BYTES * shape[-2] * shape[-1] * config.base_dim / 96 * comfy.model_management.dtype_size(dtype)
+        return encode_bytes * shape[-2] * shape[-1] * config.base_dim / 96 * comfy.model_management.dtype_size(dtype)
 
     return decode, encode
 

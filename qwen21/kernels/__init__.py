@@ -26,13 +26,13 @@ def fusible(x: torch.Tensor) -> bool:
     """Whether kernels take `x`: on the current CUDA device if Triton works there, bfloat16 or float32, without gradients. torch.compile makes its own."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
         return False
-    return x.device.index == torch.cuda.current_device() and _works(x.device)  # kernels are launched on the current device
+    return x.device.index == torch.cuda.current_device() and run_on(x.device)  # kernels are launched on the current device
 
 
 @cache
-def _works(device: torch.device) -> bool:
-    """Triton needs a compiler on the machine and a device it knows: try, once."""
-    if find_spec("triton") is None:
+def run_on(device: torch.device) -> bool:
+    """Whether kernels run on `device`. Triton needs a compiler on the machine and a CUDA device it knows: try, once."""
+    if device.type != "cuda" or find_spec("triton") is None:
         return False
     x = torch.ones(1, 16, device=device, dtype=torch.bfloat16)
     try:
