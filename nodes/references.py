@@ -7,6 +7,7 @@ from PIL import Image
 
 from ..qwen21.errors import Qwen21Error, UsageError
 from ..qwen21.pictures import MULTIPLE
+from ..qwen21.recent import Recent
 from ..qwen21.references import Prepared, near_copy_warning
 from ..qwen21.text_encoder import picture_digest
 from .bridge_clip import to_image
@@ -71,15 +72,8 @@ class Qwen21ReferenceLatents(io.ComfyNode):
 
 def reference_latents(vae, picture: Image.Image) -> torch.Tensor:
     """(1, 64, height / 16, width / 16), not normalised. Remembered on the VAE by the picture's content, so that a changed prompt costs nothing here."""
-    remembered: dict[bytes, torch.Tensor] = vae.__dict__.setdefault("qwen21_references", {})
-    key = picture_digest(picture)
-    latents = remembered.pop(key, None)
-    if latents is None:
-        latents = vae.encode(to_image(picture))
-    remembered[key] = latents  # the most recent last
-    while len(remembered) > REMEMBERED:
-        del remembered[next(iter(remembered))]
-    return latents
+    remembered: Recent[torch.Tensor] = vae.__dict__.setdefault("qwen21_references", Recent(REMEMBERED))
+    return remembered.get(picture_digest(picture), lambda: vae.encode(to_image(picture)))
 
 
 def check_channels(vae) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from PIL import Image
@@ -16,6 +17,7 @@ from .lora import Lora, LoraFile, attach, digest, places
 from .pictures import MULTIPLE, area_size, from_pixels, resize, to_pixels
 from .prefix import PRECISIONS, PrefixKV
 from .prefix_cache import CacheStatistics, PrefixCache, prefix_items
+from .recent import Recent
 from .references import near_copy_warning
 from .sampling import Velocity, euler, guided, initial_noise
 from .schedule import SCHEDULES, sigmas
@@ -153,7 +155,7 @@ class Pipeline:
         self.kv_cache = kv_cache
         self.cache = PrefixCache(precision=kv_cache if kv_cache in PRECISIONS else "default", placement=kv_device, room=self._room)
         self._parts: dict[str, TextEncoder | QwenImage21VAE | QwenImage21Transformer] = {}
-        self._latents: dict[bytes, torch.Tensor] = {}
+        self._latents = Recent[torch.Tensor](REMEMBERED_PICTURES)
         self._loras: dict[str, Lora] = {}  # by digest
 
     @torch.inference_mode()
@@ -230,19 +232,16 @@ class Pipeline:
 
     def _encode_references(self, pictures: Sequence[Image.Image], report: Report) -> list[tuple[bytes, torch.Tensor]]:
         """What each picture is recognised by, and its normalised latents."""
-        references = []
-        for picture in pictures:
-            digest = picture_digest(picture)
-            if digest not in self._latents:
-                vae = self._part("vae", report)
-                with self._stage("vae encode", report):
-                    latents = vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype)
-                    self._check_finite("vae encode", latents)
-                self._latents[digest] = latents
-            references.append((digest, self._latents[digest]))
-        for old in list(self._latents)[:-REMEMBERED_PICTURES]:
-            del self._latents[old]
-        return references
+
+        def encode(picture: Image.Image) -> torch.Tensor:
+            vae = self._part("vae", report)
+            with self._stage("vae encode", report):
+                latents = vae.normalize(vae.encode(to_pixels(picture).to(self.device, self.vae_dtype))).to(self.dtype)
+                self._check_finite("vae encode", latents)
+            return latents
+
+        digests = [picture_digest(picture) for picture in pictures]
+        return [(digest, self._latents.get(digest, partial(encode, picture))) for digest, picture in zip(digests, pictures)]
 
     def _velocity(
         self,
