@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from . import kernels
 from .sequence import Segment, bounds
@@ -26,8 +25,6 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if q.is_cuda and torch.version.hip is None:  # no mask in memory, and kernels that share out few queries over many keys; PyTorch on ROCm has none for this
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(queries, keys))
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
