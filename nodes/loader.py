@@ -8,7 +8,7 @@ from .bridge_clip import load_clip
 from .bridge_model import load_model
 from .bridge_vae import load_vae
 from .common import CATEGORY, say
-from .model_files import AUTO, checkpoint_folders, open_checkpoint, single_files
+from .model_files import AUTO, checkpoint_folders, open_checkpoint, single_files, stamp
 
 DTYPES = {"default": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 FP8 = "fp8"
@@ -57,6 +57,11 @@ class Qwen21Loader(io.ComfyNode):
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO, **_) -> tuple | None:
+        """So that a file that was replaced is loaded again."""
+        return stamp(checkpoint, text_encoder, vae)
 
     @classmethod
     def execute(cls, checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO, weight_dtype: str = "default") -> io.NodeOutput:

@@ -118,6 +118,15 @@ def open_checkpoint(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) 
     return Checkpoint(transformer=source, **parts, tokenizer=_tokenizer()), f"took {sentence}" if sentence else ""
 
 
+def stamp(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) -> tuple | None:
+    """Changes when a file that `open_checkpoint` would read is replaced; None if it would refuse."""
+    try:
+        opened, _ = open_checkpoint(checkpoint, text_encoder, vae)
+    except Qwen21Error:
+        return None
+    return tuple(_stamp(name, part.source) for name, part in opened.parts.items())
+
+
 def _fitting(part: str, denoiser: str, width: int | None, folders: dict[str, str]) -> tuple[str, str]:
     """(name, path) of the first file, else folder, whose `part` goes with a denoiser that takes text states of `width`."""
     candidates = single_files(part) | {name: path for name, path in folders.items() if name != TINY}

@@ -1,6 +1,7 @@
 """Single files in ComfyUI's model folders: found, put together, and painting what the core paints with the same weights."""
 
 import json
+import os
 import shutil
 import sys
 from contextlib import contextmanager
@@ -307,6 +308,18 @@ def check_a_file_that_is_replaced_in_a_folder_is_seen():
         beside.with_name("config.json").write_text(json.dumps(values))
         assert files.fact(part, str(beside)) == 96
     assert files.fact(part, str(made)) is None
+
+
+def check_the_loader_sees_that_a_file_was_replaced():
+    node, weights = core("nodes.loader").Qwen21Loader, path("text_encoders")
+    before = node.fingerprint_inputs(checkpoint=SMALL, weight_dtype="default")
+    assert before is not None and before == node.fingerprint_inputs(checkpoint=SMALL, weight_dtype="fp8")
+    status = weights.stat()
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+    assert node.fingerprint_inputs(checkpoint=SMALL) not in (before, None)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert node.fingerprint_inputs(checkpoint=SMALL) == before
+    assert node.fingerprint_inputs(checkpoint="missing.safetensors") is None
 
 
 def check_a_turbo_file_samples_its_own_sigmas():
