@@ -3,9 +3,9 @@
 Attention wants the keys of prefix and target in one tensor. Stored parts of a prefix belong to several prefixes and are never written to,
 so they are copied, in one of two ways:
 
-- Kept: a prefix that comes a second time gets memory of its own for every layer, with room behind it for the target's keys and values, and
-  later steps copy nothing. That holds it twice (2 GiB for a reference of 1024 x 1024 pixels and branch), so it is done where a GPU has ample
-  room, and only for prefixes long enough to notice.
+- Kept: a prefix that comes a second time in a row with targets of one shape gets memory of its own for every layer, with room behind it for
+  the target's keys and values, and later steps copy nothing. That holds it twice, and the target's of all layers (for a branch 2 GiB each at
+  1024 x 1024 pixels, reference or target), so it is done where a GPU has ample room, and only for prefixes long enough to notice.
 - Scratch: one slot takes the prefix of one layer, the target's keys and values are written behind it, and on a CUDA device there are two
   slots: while one layer computes, the prefix of the next is copied into the other slot on a stream of its own. That costs two layers of keys
   and values, whatever the depth of the model and the number of branches.
@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -102,7 +102,8 @@ class Slots:
     """Memory for the keys and values of one layer each, and which layer's prefix lies there."""
 
     def __init__(self, count: int, elements: int, like: torch.Tensor):
-        self.memory = like.new_empty(count, elements)
+        with torch.inference_mode(False):  # else only a call in that mode could write to it
+            self.memory = like.new_empty(count, elements)
         self.held: list[int | None] = [None] * count
 
     def rooms(self, shape: Sequence[int]) -> list[torch.Tensor]:
@@ -120,8 +121,8 @@ class Workspace:
         self._copies: InlineCopies | None = None
         self._placed_for: tuple[torch.device, torch.dtype] | None = None
         self._scratch: Slots | None = None
-        self._seen: WeakSet[PrefixKV] = WeakSet()
-        self._kept: WeakKeyDictionary[PrefixKV, tuple[Sequence[int], Slots]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[PrefixKV, Sequence[int]] = WeakKeyDictionary()  # and the shape it came with
+        self._kept: WeakKeyDictionary[PrefixKV, tuple[Sequence[int], Slots | None]] = WeakKeyDictionary()  # None: it was too much after all
         self._tables: dict[Hashable, torch.Tensor] = {}
 
     def once(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -145,18 +146,22 @@ class Workspace:
             self._copies.end()
 
     def _keep(self, prefix: PrefixKV, shape: Sequence[int], like: torch.Tensor) -> Slots | None:
-        """A slot for every layer of `prefix`, if it has come before, is worth it and there is room."""
+        """A slot for every layer of `prefix`, if it comes again as it came, is worth it and there is room."""
         if prefix in self._kept and self._kept[prefix][0] == shape:
             return self._kept[prefix][1]
         self._kept.pop(prefix, None)
         layers = len(prefix.parts[0].layers) if prefix.parts else 0
-        came_before, long = prefix in self._seen, SHORT * prefix.tokens >= shape[3] - prefix.tokens
-        self._seen.add(prefix)
-        if not (came_before and long and layers and self._ample(layers * math.prod(shape) * like.element_size(), like.device)):
+        comes_again, long = self._seen.get(prefix) == shape, SHORT * prefix.tokens >= shape[3] - prefix.tokens
+        self._seen[prefix] = shape
+        if not (comes_again and long and layers and self._ample(layers * math.prod(shape) * like.element_size(), like.device)):
             return None
         self._scratch = None
-        self._kept[prefix] = shape, self._new(layers, shape, like)
-        return self._kept[prefix][1]
+        try:
+            slots = self._new(layers, shape, like)
+        except torch.OutOfMemoryError:  # what is free may lie in pieces
+            slots = None
+        self._kept[prefix] = shape, slots
+        return slots
 
     def _share(self, shape: Sequence[int], like: torch.Tensor) -> Slots:
         """Slots that every prefix uses in turn."""
@@ -210,8 +215,10 @@ class PrefixReader:
         keys, values = self._rooms[slot][0], self._rooms[slot][1]
         if torch.is_grad_enabled():  # a backward pass reads them after the slot has changed
             keys, values = keys.clone(), values.clone()
-        yield Room(keys, values, keys[:, :, self._tokens :], values[:, :, self._tokens :])
-        self._copies.free(slot)
+        try:
+            yield Room(keys, values, keys[:, :, self._tokens :], values[:, :, self._tokens :])
+        finally:
+            self._copies.free(slot)
 
     def _fill(self, index: int) -> None:
         """Put the prefix of layer `index` in its slot, unless it is there. What comes from another device needs no computing awaited."""

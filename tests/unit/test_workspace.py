@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.layouts import picture
 
 from qwen21.prefix import PRECISIONS, KVPart, PrefixKV
-from qwen21.workspace import InlineCopies, Workspace
+from qwen21.workspace import InlineCopies, Slots, Workspace
 
 LAYERS = 5
 
@@ -131,12 +131,53 @@ def test_a_short_prefix_is_not_kept():
             pass
 
 
+def test_a_prefix_whose_targets_differ_in_shape_is_not_kept():
+    """As areas of the picture do that take turns: nothing kept would serve the next call."""
+    workspace = Workspace(ample=lambda nbytes, device: pytest.fail("asked for room"))
+    prefix = PrefixKV((part(2, 0),))
+    for tokens in (3, 4, 3, 4):
+        with workspace.reading(prefix, (1, 2, tokens, 4), torch.empty(0)):
+            pass
+
+
+def test_without_memory_to_keep_it_a_prefix_is_copied(monkeypatch):
+    """It is tried once, and the run goes on."""
+    prefix, own, tried = PrefixKV((part(2, 0),)), torch.randn(1, 2, 3, 4), []
+    workspace = Workspace(lambda device: Recorded([]), lambda nbytes, device: True)
+
+    class Crowded(Slots):
+        def __init__(self, count, elements, like):
+            if count == LAYERS:
+                tried.append(count)
+                raise torch.OutOfMemoryError
+            super().__init__(count, elements, like)
+
+    monkeypatch.setattr("qwen21.workspace.Slots", Crowded)
+    for _ in range(4):
+        with workspace.reading(prefix, own.shape, own) as reader, reader.layer(1) as room:
+            room.own_keys.copy_(own)
+            assert torch.equal(room.keys, concatenated(prefix, 1, own, 0))
+    assert tried == [LAYERS]
+
+
+@pytest.mark.parametrize("ample", [False, True])
+def test_calls_may_differ_in_inference_mode(ample):
+    prefix, own = PrefixKV((part(2, 0),)), torch.randn(1, 2, 3, 4)
+    workspace = Workspace(ample=lambda nbytes, device: ample)
+    for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode(), workspace.reading(prefix, own.shape, own) as reader:
+            for layer in range(LAYERS):
+                with reader.layer(layer) as room:
+                    room.own_keys.copy_(own)
+                    assert torch.equal(room.keys, concatenated(prefix, layer, own, 0))
+
+
 def test_copies_end_in_order_when_a_call_is_interrupted():
     log = []
     workspace = Workspace(lambda device: Recorded(log))
     with pytest.raises(InterruptedError), workspace.reading(PrefixKV((part(2, 0),)), (1, 2, 3, 4), torch.empty(0)) as reader, reader.layer(0):
         raise InterruptedError
-    assert log[-1] == "end"
+    assert log[-2:] == [("free", 0), "end"]  # what the layer issued before is ordered before what fills its slot next
 
 
 def test_gradients_pass_through(transformer):
@@ -158,7 +199,7 @@ def test_steps_of_a_run_share_it(transformer):
     """Prefixes of two branches in turn, and a change of size and batch, give what each gives alone."""
     prefixes = [transformer.prefill(torch.full((1, tokens, 64), 0.3)) for tokens in (3, 5)]
     workspace = Workspace(lambda device: Recorded([]), lambda nbytes, device: True)
-    for sigma, grid, batch in ((0.9, (2, 3), 1), (0.5, (2, 3), 2), (0.5, (4, 4), 1)):
+    for sigma, grid, batch in ((0.9, (2, 3), 1), (0.7, (2, 3), 1), (0.5, (2, 3), 1), (0.5, (2, 3), 2), (0.5, (4, 4), 1), (0.3, (4, 4), 1)):
         for prefix in prefixes:
             noisy = picture(*grid, 0, batch)
             assert torch.equal(transformer.denoise(noisy, sigma, prefix, workspace=workspace), transformer.denoise(noisy, sigma, prefix))
