@@ -189,11 +189,13 @@ class Pipeline:
             held.callback(self._tidy)
             with self._stage("load", report):
                 held.enter_context(attach(transformer, [(self._loras[key], strength) for key, strength in loras]))
-            velocity = self._velocity(transformer, loras, encodings, references, request.cfg, report, held)
+            workspace = Workspace()
+            velocity = self._velocity(transformer, loras, encodings, references, request.cfg, report, held, workspace)
             for seed in seeds:
                 with self._stage("steps", report):
                     noise = initial_noise(seed, rows, columns, checkpoint.transformer_config.in_channels).to(self.device)
                     latents = euler(noise, schedule.to(self.device), velocity, progress)
+                    workspace.let_go()  # decoding wants the room
                     self._check_finite("steps", latents)
                 with self._stage("decode", report):
                     pixels = vae.decode(vae.denormalize(latents.to(self.vae_dtype)))
@@ -252,10 +254,10 @@ class Pipeline:
         cfg: float,
         report: Report,
         held: ExitStack,
+        workspace: Workspace,
     ) -> Velocity:
         """The guided velocity over the prefixes of `encodings`, which the cache holds until `held` is closed. `loras` (digest, strength) are attached."""
         latents = [one for _, one in references]
-        workspace = Workspace()
 
         def branch(encoding: Encoding) -> Velocity:
             def prefill(past: PrefixKV = PrefixKV(), texts: int = 0, pictures: int = 0) -> PrefixKV:

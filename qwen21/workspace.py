@@ -131,6 +131,11 @@ class Workspace:
             self._tables[key] = make()
         return self._tables[key]
 
+    def let_go(self) -> None:
+        """Of the memory, until the next call."""
+        self._scratch = None
+        self._kept.clear()
+
     @contextmanager
     def reading(self, prefix: PrefixKV, own: Sequence[int], like: torch.Tensor) -> Iterator["PrefixReader"]:
         """A pass over the layers of `prefix` with keys and values of shape `own` (batch, heads, tokens, head_dim) behind it; `like` gives device and dtype."""

@@ -36,7 +36,8 @@ def run_on(device: torch.device) -> bool:
         return False
     x = torch.ones(1, 16, device=device, dtype=torch.bfloat16)
     try:
-        _fused().swiglu(x, x, fp8=False)
+        with torch.cuda.device(device):
+            _fused().swiglu(x, x, fp8=False)
     except Exception as error:
         logging.warning("Triton does not work on %s, so kernels are not fused: %s", device, error)
         return False

@@ -1,6 +1,8 @@
 """The Triton kernels against plain PyTorch in float32: on a GPU if there is one, else in Triton's interpreter."""
 
 import copy
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +107,22 @@ def test_gather(fusible, monkeypatch, dtype, fp8, heads_first):
         assert torch.equal(ours.scales, apart.scales) and torch.equal(ours.values.float(), apart.values.float()) and ours.dtype == dtype
     else:
         assert torch.equal(ours, kernels.gather(x)) and ours.is_contiguous()
+
+
+def test_kernels_are_tried_on_the_device_asked_for(monkeypatch):
+    """Not on the current one, which cannot read the other's memory."""
+    current, launched = ["cuda:0"], []
+
+    @contextmanager
+    def switched(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **_: None)
+    monkeypatch.setattr(kernels, "_fused", lambda: SimpleNamespace(swiglu=lambda *_, fp8: launched.append(current[-1])))
+    assert kernels.run_on.__wrapped__(torch.device("cuda:1")) and launched == ["cuda:1"]
 
 
 def test_widen(fusible, dtype):

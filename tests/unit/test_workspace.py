@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import picture
 
+from qwen21.checkpoint import Checkpoint
+from qwen21.pipeline import Pipeline, Report, Request
 from qwen21.prefix import PRECISIONS, KVPart, PrefixKV
+from qwen21.vae import QwenImage21VAE
 from qwen21.workspace import InlineCopies, Slots, Workspace
 
 LAYERS = 5
@@ -121,6 +124,26 @@ def test_what_is_kept_goes_with_its_prefix():
     assert memory() is not None
     del prefix
     assert memory() is None
+
+
+def test_decoding_has_the_room_of_the_steps(model_folder, monkeypatch):
+    """A seed leaves nothing in memory of what its steps shared, and the next seed's steps have it again."""
+    made, alive = [], []
+    new_memory, decode = Slots.__init__, QwenImage21VAE.decode
+
+    def counted(slots, *arguments):
+        new_memory(slots, *arguments)
+        made.append(weakref.ref(slots.memory))
+
+    def watched(*arguments):
+        alive.append((sum(memory() is not None for memory in made), len(made)))
+        return decode(*arguments)
+
+    monkeypatch.setattr(Slots, "__init__", counted)
+    monkeypatch.setattr(QwenImage21VAE, "decode", watched)
+    pipeline = Pipeline(Checkpoint(model_folder), torch.device("cpu"), torch.float32)
+    list(pipeline.generate(Request("a star", steps=2, resolution=64), [0, 1], Report()))
+    assert alive == [(0, 1), (0, 2)]
 
 
 def test_a_short_prefix_is_not_kept():
