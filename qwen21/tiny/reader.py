@@ -269,7 +269,7 @@ def judge(reading: Reading, scene: Scene) -> Verdict:
 def alpha_iou(rgba: np.ndarray, reading: Reading, scene: Scene) -> float:
     """Overlap of the picture's alpha with the shapes that were asked for, each laid where and as large as it fits best (both are free).
 
-    What was read begins the search, one step at a time while the overlap grows, down to a quarter of a pixel at 256.
+    What was read begins the search, one step at a time while the overlap grows, from two pixels at 256 down to a quarter.
     """
     height, width = rgba.shape[:2]
     unit = min(height, width) / NATIVE
@@ -287,7 +287,7 @@ def alpha_iou(rgba: np.ndarray, reading: Reading, scene: Scene) -> float:
 
     masks = [shape(thing) for thing in things]
     best = _overlap(masks, got)
-    for step in (1.0, 0.5, 0.25):
+    for step in (2.0, 1.0, 0.5, 0.25):  # less than a pixel may move no pixel of a mask
         changes = [(sign * a * step * unit / width, sign * b * step * unit / height, sign * c * step) for sign in (1, -1) for a, b, c in np.eye(3)]
         grew = True
         while grew:

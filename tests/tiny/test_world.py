@@ -1,6 +1,7 @@
 """The world, its captions and its reader belong together: what is drawn can be said, and what is said can be read back."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,16 @@ def test_reader_reads_the_generator(size):
     assert np.mean(attributes) <= 0.25
     overlaps = [reader.alpha_iou(p, r, s) for p, r, s in zip(pictures, readings, drawn) if s.background.kind == CLEAR]
     assert min(overlaps) > 0.95
+
+
+@pytest.mark.parametrize("shape", range(len(world.SHAPES)))
+@pytest.mark.parametrize("off", [-3.0, -1.5, 1.5, 3.0])
+def test_overlap_is_found_from_pixels_away(shape, off):
+    """Where an edge runs along the pixels, a smaller step than one of them changes nothing."""
+    drawn, ground = world.Thing(shape, 0, 1, 4, 0.5, 0.5, 30.0), world.Background(CLEAR)
+    asked = world.Scene((replace(drawn, x=0.5 + 1 / 256, radius=30.0 + off),), ground)
+    picture = np.asarray(world.picture(world.Scene((drawn,), ground)))
+    assert reader.alpha_iou(picture, reader.Reading(ground, ()), asked) > 0.95
 
 
 def test_reader_sees_each_mistake():
