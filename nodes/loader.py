@@ -59,7 +59,7 @@ class Qwen21Loader(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO, **_) -> tuple | None:
+    def fingerprint_inputs(cls, checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO, **_) -> str | None:
         """So that a file that was replaced is loaded again."""
         return stamp(checkpoint, text_encoder, vae)
 

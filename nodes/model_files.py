@@ -1,5 +1,6 @@
 """What of Qwen-Image 2.1 lies in ComfyUI's model folders: checkpoint folders, and single files of each part, recognised by their headers."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from functools import lru_cache
@@ -118,13 +119,14 @@ def open_checkpoint(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) 
     return Checkpoint(transformer=source, **parts, tokenizer=_tokenizer()), f"took {sentence}" if sentence else ""
 
 
-def stamp(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) -> tuple | None:
-    """Changes when a file that `open_checkpoint` would read is replaced; None if it would refuse."""
+def stamp(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) -> str | None:
+    """Changes when a file that `open_checkpoint` would read is replaced; None if it would refuse. A digest: ComfyUI writes it into pictures."""
     try:
         opened, _ = open_checkpoint(checkpoint, text_encoder, vae)
     except Qwen21Error:
         return None
-    return tuple(_stamp(name, part.source) for name, part in opened.parts.items())
+    files = [_stamp(name, part.source) for name, part in opened.parts.items()]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def _fitting(part: str, denoiser: str, width: int | None, folders: dict[str, str]) -> tuple[str, str]:
