@@ -21,6 +21,7 @@ TEMPLATE_RADII = np.arange(14, 46, 0.25, dtype=np.float32)
 LEAST_AREA = 110  # pixels at 256: a third of the smallest object
 LEAST_LIKENESS = 0.6
 MOST_THINGS = 6  # the largest ones are read
+REACH = 4.0  # pixels at 256 that a shape may be from where it was read, and its radius from what was
 
 
 @dataclass(frozen=True)
@@ -267,9 +268,9 @@ def judge(reading: Reading, scene: Scene) -> Verdict:
 
 
 def alpha_iou(rgba: np.ndarray, reading: Reading, scene: Scene) -> float:
-    """Overlap of the picture's alpha with the shapes that were asked for, each laid where and as large as it fits best (both are free).
+    """Overlap of the picture's alpha with the shapes that were asked for, each laid where and as large as it fits best near where it was read.
 
-    What was read begins the search, one step at a time while the overlap grows, from two pixels at 256 down to a quarter.
+    The search takes one step at a time while the overlap grows, from two pixels at 256 down to a quarter, and goes no farther than REACH.
     """
     height, width = rgba.shape[:2]
     unit = min(height, width) / NATIVE
@@ -285,20 +286,27 @@ def alpha_iou(rgba: np.ndarray, reading: Reading, scene: Scene) -> float:
         d = world.distance(torch.tensor(thing.shape), columns - thing.x * width, rows - thing.y * height, torch.tensor(thing.radius * unit))
         return d.numpy() < 0
 
-    masks = [shape(thing) for thing in things]
+    start, masks = list(things), [shape(thing) for thing in things]
     best = _overlap(masks, got)
     for step in (2.0, 1.0, 0.5, 0.25):  # less than a pixel may move no pixel of a mask
-        changes = [(sign * a * step * unit / width, sign * b * step * unit / height, sign * c * step) for sign in (1, -1) for a, b, c in np.eye(3)]
         grew = True
         while grew:
             grew = False
-            for index, (x, y, radius) in product(range(len(things)), changes):
+            for index, (sign, axis) in product(range(len(things)), product((step, -step), np.eye(3))):
+                x, y, radius = sign * axis * (unit / width, unit / height, 1)
                 thing = replace(things[index], x=things[index].x + x, y=things[index].y + y, radius=things[index].radius + radius)
+                if _distance(thing, start[index], width / unit, height / unit) > REACH:
+                    continue
                 mask = shape(thing)
                 found = _overlap([*masks[:index], mask, *masks[index + 1 :]], got)
                 if found > best:
                     best, things[index], masks[index], grew = found, thing, mask, True
     return best
+
+
+def _distance(a: world.Thing, b: world.Thing, width: float, height: float) -> float:
+    """Pixels at 256 by which place or radius differ most."""
+    return max(abs(a.x - b.x) * width, abs(a.y - b.y) * height, abs(a.radius - b.radius))
 
 
 def _overlap(masks: Sequence[np.ndarray], got: np.ndarray) -> float:
