@@ -106,27 +106,34 @@ def open_checkpoint(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) 
     "auto" is the checkpoint folder's own part; for a denoiser in a single file, the first file that fits it, else the first folder's.
     Raises Qwen21Error if there is none, or a name is not in its list any more.
     """
+    sources, sentence = _sources(checkpoint, text_encoder, vae)
+    return Checkpoint(**sources, tokenizer=_tokenizer()), sentence
+
+
+def stamp(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) -> str | None:
+    """Changes when a file that `open_checkpoint` would read is replaced; None if a name is not in its list. A digest: ComfyUI writes it into pictures."""
+    try:
+        sources, _ = _sources(checkpoint, text_encoder, vae)
+    except Qwen21Error:
+        return None
+    read = {part: sources.get(part, sources.get("folder")) for part in ROOTS}
+    files = [_stamp(part, TINY_FOLDER if source == TINY else Path(source)) for part, source in read.items()]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def _sources(checkpoint: str, text_encoder: str, vae: str) -> tuple[dict[str, str], str]:
+    """Path of the "folder" and of the parts that are not its own, as Checkpoint takes them; the sentence of `open_checkpoint`."""
     folders = checkpoint_folders()
     denoisers = folders | single_files("transformer")
     source = _path(checkpoint, denoisers, "diffusers, models/diffusion_models or models/unet")
     others = {"text_encoder": text_encoder, "vae": vae}
     parts = {part: _path(name, folders | single_files(part), ROOTS[part]) for part, name in others.items() if name != AUTO}
     if checkpoint in folders:
-        return Checkpoint(source, **parts, tokenizer=_tokenizer()), ""
+        return {"folder": source, **parts}, ""
     chosen = {part: _fitting(part, checkpoint, fact("transformer", source), folders) for part in others if part not in parts}
     sentence = " and ".join(f"{name} as {part.replace('_', ' ')}" for part, (name, _) in chosen.items())
     parts |= {part: path for part, (_, path) in chosen.items()}
-    return Checkpoint(transformer=source, **parts, tokenizer=_tokenizer()), f"took {sentence}" if sentence else ""
-
-
-def stamp(checkpoint: str, text_encoder: str = AUTO, vae: str = AUTO) -> str | None:
-    """Changes when a file that `open_checkpoint` would read is replaced; None if it would refuse. A digest: ComfyUI writes it into pictures."""
-    try:
-        opened, _ = open_checkpoint(checkpoint, text_encoder, vae)
-    except Qwen21Error:
-        return None
-    files = [_stamp(name, part.source) for name, part in opened.parts.items()]
-    return hashlib.sha256(repr(files).encode()).hexdigest()
+    return {"transformer": source, **parts}, f"took {sentence}" if sentence else ""
 
 
 def _fitting(part: str, denoiser: str, width: int | None, folders: dict[str, str]) -> tuple[str, str]:
