@@ -59,8 +59,13 @@ class HostHooks(Hooks):
         return x
 
 
+def rows_of(batch: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These `rows` of `batch`. Indexing by a list would make a GPU wait for it."""
+    return batch if len(rows) == batch.shape[0] else torch.stack([batch[row] for row in rows])
+
+
 def residuals_of(control: dict | None, rows: list[int]) -> list[torch.Tensor | None]:
     """ControlNet's residuals, one (rows, tokens, dim) a block, for these `rows` of the batch."""
     if control is None:
         return []
-    return [one if one is None or one.shape[0] == 1 else one[rows] for one in control.get("input", [])]
+    return [one if one is None or one.shape[0] == 1 else rows_of(one, rows) for one in control.get("input", [])]

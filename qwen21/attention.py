@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from . import kernels
 from .sequence import Segment, bounds
@@ -25,7 +26,10 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    if q.is_cuda and torch.version.hip is None:  # ROCm's kernels align to the upper left, other devices have none
+        mask = causal_lower_right(queries, keys)
+    else:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 

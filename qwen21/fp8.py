@@ -36,24 +36,30 @@ class Fp8Linear(nn.Module):
         """The weight (outputs, inputs) in float32."""
         return self.weight.float() * self.scales[:, None]
 
-    def forward(self, x: "torch.Tensor | Fp8Rows") -> torch.Tensor:
-        values, scales, dtype = x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x)
-        if not values.is_cuda:  # the same numbers, for tests and figures
-            return F.linear(values.float() * scales[..., None], self.dequantized()).to(dtype)
-        out = torch._scaled_mm(
-            values.view(-1, values.shape[-1]),
-            self.weight.t(),
-            scale_a=scales.view(-1, 1),
-            scale_b=self.scales.view(1, -1),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return out.view(*values.shape[:-1], -1).to(dtype)
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        return multiply(x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x), self.weight, self.scales)
+
+
+def multiply(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`rows` (..., inputs) by `weight` (outputs, inputs) in FP8 with FP32 `scales`, one an output or one for all: (..., outputs) in the rows' dtype."""
+    values, row_scales, dtype = rows
+    scales = scales.view(-1, 1).expand(weight.shape[0], 1)
+    if not values.is_cuda:  # the same numbers, for tests and figures
+        return F.linear(values.float() * row_scales[..., None], weight.float() * scales).to(dtype)
+    out = torch._scaled_mm(
+        values.view(-1, values.shape[-1]),
+        weight.t(),
+        scale_a=row_scales.view(-1, 1),
+        scale_b=scales.t().contiguous(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return out.view(*values.shape[:-1], -1).to(dtype)
 
 
 def takes_rows(*layers: nn.Module) -> bool:
     """Whether all of `layers` take Fp8Rows, so that what they share is quantised once."""
-    return all(isinstance(layer, Fp8Linear) and layer.takes_rows for layer in layers)
+    return all(getattr(layer, "takes_rows", False) for layer in layers)
 
 
 def already_quantized(part: Part) -> str:

@@ -1,8 +1,7 @@
 """Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch.
 
 Plain PyTorch is what the reference does, operation by operation, rounding after each. A kernel reads and writes each tensor once and rounds
-once, at the end, so in half precision it is closer to float32, not equal to the bit. Nothing here multiplies matrices, and weights come in
-only where the module that holds them is PyTorch's own: a host's modules are called.
+once, at the end, so in half precision it is closer to float32, not equal to the bit. Nothing here multiplies matrices.
 """
 
 import logging
@@ -42,6 +41,30 @@ def run_on(device: torch.device) -> bool:
         logging.warning("Triton does not work on %s, so kernels are not fused: %s", device, error)
         return False
     return True
+
+
+def kitchen_fits(x: torch.Tensor) -> bool:
+    """Whether comfy-kitchen's kernels take `x`: on a CUDA device, in half precision, without gradients."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return x.is_cuda and half and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _has_kitchen()
+
+
+@cache
+def _has_kitchen() -> bool:
+    """Whether a comfy-kitchen is installed that rotates in place."""
+    if find_spec("comfy_kitchen") is None:
+        return False
+    try:
+        return hasattr(_kitchen().comfy_kitchen, "rms_rope1_")
+    except Exception as error:
+        logging.warning("comfy-kitchen does not work, so its kernels are left out: %s", error)
+        return False
+
+
+def _kitchen():
+    from . import kitchen
+
+    return kitchen
 
 
 def _knows_fp8(x: torch.Tensor) -> bool:
@@ -114,16 +137,23 @@ def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, o
 
     Returns it as (batch, heads, tokens, head_dim): in `out`, or in memory of its own.
     """
+    if norm is not None and not _reads_weight(norm, x):
+        x, norm = norm(x), None
     if fusible(x) and x.shape[-1].bit_count() == 1:
         out = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) if out is None else out
-        if norm is not None and type(norm) is not nn.RMSNorm:
-            x, norm = norm(x), None
         _fused().place(x, *((None, 0.0) if norm is None else (norm.weight, norm.eps)), table, out)
         return out
     x = x.transpose(1, 2)
+    if table is not None and kitchen_fits(x):
+        return _kitchen().rotate_(x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x), norm, table)
     x = x if norm is None else norm(x)
     x = x if table is None else apply_rotary(x, table)
     return x if out is None else out.copy_(x)
+
+
+def _reads_weight(norm: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a kernel may read the weight of `norm` on the device of `x` and do what it would. A host's norm says so itself, else it is called."""
+    return (type(norm) is nn.RMSNorm or getattr(norm, "weight_is_ready", False)) and norm.weight.device == x.device
 
 
 def gather(x: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:

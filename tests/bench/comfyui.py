@@ -8,7 +8,7 @@ with PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync it uses that allocator, as 
 weights, which is written first if it is not there: "small" is the toy in float32, "full" the published sizes in bfloat16 (14 GB, and 17 GB for
 the text encoder, of which only a stub is written without --encoder).
 
-Measures: "steps" (8 steps of the Sampler, and the same a step; the prefix is in them, except where the prompt was seen before), "memory" (4 steps
+Measures: "steps" (8 steps of the Sampler: a step without loading and prefix, and all of it), "memory" (4 steps
 and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much of the
 denoiser was on the card after sampling), "encode" (the text encoder, likewise). --limit-gib takes the rest of the card's memory away first.
 """
@@ -23,11 +23,13 @@ import os
 import re
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -43,7 +45,7 @@ PACK = "qwen_image_21"
 HEAD, GAP, TEXT = 4, 3, 300  # text tokens: before the first reference, between two, in all
 STEPS, MEMORY_STEPS = 8, 4
 SHARD = 2 * 2**30  # bytes a file of a checkpoint
-WAYS = ("ours", "ours, prompt seen before", "ours, plain PyTorch", "ours, prefix recomputed", "ours fp8")
+WAYS = ("ours", "ours, prompt seen before", "ours, plain PyTorch", "ours, ComfyUI's order of attention kernels", "ours, prefix recomputed", "ours fp8")
 WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
 PROMPT = "a red star over two blue circles beside the green square under one yellow moon, " * 4
 
@@ -194,13 +196,19 @@ class Bench:
         latents = [torch.randn(1, 64, self.side, self.side, generator=generator) for _ in range(references)]
         if "recomputed" in name:
             (model,) = outputs("nodes.prefix_cache", "Qwen21PrefixCache", model=model, budget_mb=0, device="off", precision="default")
-        plain = mock.patch.object(pack("qwen21.kernels"), "fusible", lambda x: False) if "plain" in name else nullcontext()
+        replaced = []
+        if "plain" in name:
+            replaced = [(pack("qwen21.kernels"), "fusible"), (pack("qwen21.kernels"), "kitchen_fits")]
+        if "order" in name:
+            replaced = [(pack("nodes.bridge_model"), "_prefers_cudnn")]
 
-        def run() -> None:
+        def run() -> str:
             if "seen before" not in name:
                 model.model.diffusion_model.cache.tree.clear()
-            with plain:
-                self.sample(model, latents, STEPS)
+            with ExitStack() as stack:
+                for module, function in replaced:
+                    stack.enter_context(mock.patch.object(module, function, lambda x: False))
+                return self.sample(model, latents, STEPS)[1]
 
         return run
 
@@ -213,7 +221,7 @@ class Bench:
         vae.__dict__.pop("qwen21_references", None)  # latents it remembers
         references = [pack("nodes.references").reference_latents(vae, self.picture())] if edit else []
         latent, report = self.sample(model, references, MEMORY_STEPS)
-        row["seconds_a_step"] = float(re.search(r"each step: ([\d.]+) s", report)[1])
+        row["seconds_a_step"] = step_seconds(report)
         note_loaded(row, model)
         outputs("nodes.decode", "Qwen21Decode", vae=vae, latent=latent, alpha="snap", colour="#ffffff")
 
@@ -241,6 +249,11 @@ class Bench:
         return row
 
 
+def step_seconds(report: str) -> float:
+    """What the Sampler says of a step, without loading and prefix."""
+    return float(re.search(r"each step: ([\d.]+) s", report)[1])
+
+
 def note_loaded(row: dict, patcher) -> None:
     """How much of a model is on the device, of how much, and whether ComfyUI loads it page by page."""
     row |= {"loaded_gib": patcher.loaded_size() / 2**30, "model_gib": patcher.model_size() / 2**30, "dynamic": patcher.is_dynamic()}
@@ -255,12 +268,16 @@ def unload() -> None:
 
 
 def steps(bench: Bench) -> list[dict]:
-    """8 steps of every way, in turn: ms a step, and seconds in all."""
+    """8 steps of every way, in turn: a step alone, and seconds in all."""
     models, rows = {fp8: bench.load(fp8) for fp8 in WEIGHTS.values()}, []
     for references in (0, 4):
-        ways = {name: bench.way(name, models["fp8" in name], references) for name in WAYS}
-        for name, row in in_turn(ways, bench.device, bench.options.repeats).items():
-            timed = {"ms": row["ms"] / STEPS, "host_ms": row["host_ms"] / STEPS, "seconds": row["ms"] / 1000, "sm_mhz": row["sm_mhz"]}
+        ways, alone = {name: bench.way(name, models["fp8" in name], references) for name in bench.options.way}, defaultdict(list)
+
+        def noting(name: str) -> Callable[[], None]:
+            return lambda: alone[name].append(step_seconds(ways[name]()))
+
+        for name, row in in_turn({name: noting(name) for name in ways}, bench.device, bench.options.repeats).items():
+            timed = {"step_ms": 1000 * statistics.median(alone[name][1:]), "seconds": row["ms"] / 1000, "sm_mhz": row["sm_mhz"]}
             rows.append({"what": f"{references} references, {name}", **timed})
     del models, ways
     unload()
@@ -299,10 +316,12 @@ def main() -> None:
     parser = arguments("comfyui", __doc__.splitlines()[0], MEASURES)
     parser.add_argument("--comfyui", type=Path, required=True, help="ComfyUI's folder")
     parser.add_argument("--checkpoint", type=Path, help="folder of the random checkpoint, kept; a temporary one without it")
+    parser.add_argument("--way", choices=WAYS, action="append", help="of the steps, all without it")
     parser.add_argument("--encoder", action="store_true", help="write the text encoder in its published size")
     parser.add_argument("--limit-gib", type=float, help="memory that the card is to have")
     parser.add_argument("--options", default="", help="ComfyUI's own, such as --options=--lowvram")
     options = parser.parse_args()
+    options.way = options.way or WAYS
     device = torch.device(options.device)
     with tempfile.TemporaryDirectory() as temporary:
         options.checkpoint = options.checkpoint or Path(temporary, "checkpoint")

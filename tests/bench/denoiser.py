@@ -12,7 +12,7 @@ float32), "profile", "memory".
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -272,13 +272,17 @@ class Bench:
         return steps
 
 
+def without_triton() -> AbstractContextManager:
+    return mock.patch.object(kernels, "fusible", lambda x: False)
+
+
 @contextmanager
 def plain(names: Sequence[str] = KERNELS) -> Iterator[None]:
     """Kernels `names` by plain PyTorch."""
 
     def unfused(function):
         def run(*args, **options):
-            with mock.patch.object(kernels, "fusible", lambda x: False):
+            with without_triton(), mock.patch.object(kernels, "kitchen_fits", lambda x: False):
                 return function(*args, **options)
 
         return run
@@ -301,11 +305,11 @@ def queries_tokens_first() -> Iterator[None]:
         yield
 
 
-def biased(function: Callable) -> Callable:
-    """With text that follows pictures under PyTorch's causal bias instead of a mask in memory."""
+def masked(function: Callable) -> Callable:
+    """With text that follows pictures under a mask in memory instead of PyTorch's causal bias."""
 
     def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2])._materialize(q.device))
 
     return mock.patch.object(attention, "causal_attention", causal)(function)
 
@@ -323,6 +327,7 @@ WAYS = {
     "reference compiled": nullcontext,
     "ours": nullcontext,
     "ours, plain PyTorch": plain,
+    "ours, comfy-kitchen for Triton": without_triton,
     "ours, prefix copied every step": nullcontext,
     "ours, prefix copied every step, not copied ahead": nullcontext,
     "ours, one CUDA graph, not copied ahead": nullcontext,
@@ -421,7 +426,7 @@ def prefill(bench: Bench) -> list[dict]:
             "reference, prefill and first step": lambda inputs=inputs: bench.reference_step(inputs, QwenImage21KVCache(bench.config.num_layers), "extract"),
             "ours, prefill and first step": lambda inputs=inputs: bench.model.denoise(inputs.target, SIGMA, bench.prefill(inputs)),
             "ours, prefill": lambda inputs=inputs: bench.prefill(inputs),
-            "ours, prefill, text by lower right bias": lambda inputs=inputs: biased(bench.prefill)(inputs),
+            "ours, prefill, text under a mask": lambda inputs=inputs: masked(bench.prefill)(inputs),
             "ours fp8, prefill": lambda inputs=inputs: bench.prefill(inputs, bench.fp8),
         }
         for name, row in in_turn(ways, bench.device, bench.options.repeats).items():

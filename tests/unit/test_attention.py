@@ -1,12 +1,13 @@
 """Piecewise attention equals attention under the dense mask, and makes nothing of its size."""
 
+import pytest
 import torch
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from unit.layouts import Layout, allowed, layouts, picture, seeds
 
-from qwen21.attention import prefix_attention
+from qwen21.attention import causal_attention, prefix_attention
 from qwen21.sequence import prefix_segments
 
 
@@ -44,6 +45,17 @@ def test_with_earlier_tokens_equals_the_last_rows_of_the_dense_mask(before, afte
     q, k, v = random_heads(len(whole.blocks()), seed)
     ours = prefix_attention(q[:, :, past:], k, v, segments_of(after), past)
     assert relative_error(ours, dense_attention(q, k, v, allowed(whole.blocks()))[:, :, past:]) <= 1e-5
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (3, 1030), (100, 333), (287, 287)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))])
+def test_text_sees_the_keys_up_to_its_own_with_every_kernel(device, dtype, queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, tokens, 64, generator=generator).to(device, dtype) for tokens in (queries, keys + 5, keys + 5))
+    k, v = k[:, :, :keys], v[:, :, :keys]  # part of a longer tensor, as in a run
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    assert relative_error(causal_attention(q, k, v), dense_attention(q, k, v, mask)) <= (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -86,13 +86,17 @@ def test_place(fusible, monkeypatch, dtype, normed, rotated, heads):
     assert not room[:, :, :3].any()
 
 
-def test_a_host_norm_is_called(fusible):
+def test_a_host_norm_is_called_unless_its_weight_is_ready(fusible):
     class HostNorm(nn.RMSNorm):
         def forward(self, x):
             return 3 * x
 
-    x = random(1, 5, 4, 32)
-    assert torch.equal(kernels.place(x, HostNorm(32), None), 3 * x.transpose(1, 2))
+    x, norm = random(1, 5, 4, 32), HostNorm(32, eps=1e-6, device=DEVICE)
+    with torch.no_grad():
+        assert torch.equal(kernels.place(x, norm, None), 3 * x.transpose(1, 2))
+        HostNorm.weight_is_ready = True
+        assert close(kernels.place(x, norm, None), nn.RMSNorm(32, eps=1e-6, device=DEVICE)(x.transpose(1, 2)), torch.float32)
+        assert torch.equal(kernels.place(x, norm.to("meta"), None), 3 * x.transpose(1, 2))  # not where it is needed
 
 
 @pytest.mark.parametrize("fp8", [False, True])

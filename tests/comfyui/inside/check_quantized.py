@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from graph import call, close, core, counted, differs, encode, equal, folder, loaded, opened, picture, prepared, samples
+from check_weights import write_lora
+from graph import call, close, core, counted, differs, encode, equal, folder, loaded, opened, picture, prepared, replaced, samples
 from safetensors.torch import load_file, save_file
 
 PARTS = {"transformer": ("transformer_blocks.", ".weight"), "text_encoder": ("model.language_model.layers.", "proj.weight")}
@@ -75,6 +76,33 @@ def check_denoiser_quantised_while_loading():
     weights = {name: weight for name, weight in model.model.diffusion_model.named_parameters() if weight.ndim == 2}
     quantised = {name for name, weight in weights.items() if "QuantizedTensor" in (type(weight).__name__, type(weight.data).__name__)}
     assert quantised == {name for name in weights if name.startswith("transformer_blocks.")}
+
+
+def check_rows_in_8_bits_are_multiplied_as_they_are():
+    """What happens where kernels run and the device multiplies in FP8, computed on the CPU: a scale for each row of the inputs, which layers share."""
+    parts = prepared(pictures=1)
+    model = call("Qwen21Loader", checkpoint="random", weight_dtype="fp8")[0]
+    own = [layer for layer in model.model.diffusion_model.modules() if getattr(layer, "quant_format", None)]
+    plain = samples(model, *parts, steps=1)
+    with replaced(core("qwen21.kernels"), "run_on", lambda device: True), counted(core("qwen21.kernels"), "quantize_rows") as quantised:
+        equal(samples(model, *parts, steps=1), plain, "on a device that does not multiply in FP8")
+        assert not quantised
+        for layer in own:
+            layer._full_precision_mm = False
+        model.model.diffusion_model.cache.tree.clear()
+        with counted(core("nodes.bridge_operations"), "multiply") as products:
+            found = samples(model, *parts, steps=1)
+        layers = 4  # all see the target; three see the prefix, of which the last has keys and values alone
+        assert len(products) == 7 * layers + 7 * (layers - 1) + 2, len(products)
+        assert len(quantised) == 4 * layers + 4 * (layers - 1) + 1, len(quantised)
+        close(found, plain, 0.1)
+        differs(found, plain, 1e-4)
+        with_lora, report = call("Qwen21Lora", model=model, lora=write_lora("peft")[0], strength=1.0)
+        changed = samples(with_lora, *parts, steps=1)
+        equal(samples(model, *parts, steps=1), found, "after the LoRA")
+    exact = samples(call("Qwen21Lora", model=loaded()[0], lora=write_lora("peft")[0], strength=1.0)[0], *parts, steps=1)
+    close(changed, exact, 0.4, "with a LoRA")
+    differs(changed, found, 1e-2, "with a LoRA")
 
 
 def check_a_quantised_denoiser_stays_as_it_is():
