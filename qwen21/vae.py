@@ -70,7 +70,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, bias = maps.convolve(self.conv1, self.norm1(x, silu=True))
         h, bias = maps.convolve(self.conv2, self.norm2(h, bias, silu=True, in_place=True))
-        return maps.add(h, bias, self.conv_shortcut(x))
+        return maps.add(h, bias, maps.convolved(self.conv_shortcut, x))
 
 
 class AttentionBlock(nn.Module):
@@ -83,9 +83,10 @@ class AttentionBlock(nn.Module):
         self.proj = operations.Conv2d(channels, channels, 1, **factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = rearrange(self.to_qkv(self.norm(x)), "batch (three channels) rows columns -> three batch 1 (rows columns) channels", three=3)
+        qkv = maps.convolved(self.to_qkv, self.norm(x))
+        q, k, v = rearrange(qkv, "batch (three channels) rows columns -> three batch 1 (rows columns) channels", three=3)
         h = F.scaled_dot_product_attention(q, k, v)
-        return x + self.proj(rearrange(h, "batch 1 (rows columns) channels -> batch channels rows columns", rows=x.shape[2]))
+        return x + maps.convolved(self.proj, rearrange(h, "batch 1 (rows columns) channels -> batch channels rows columns", rows=x.shape[2]))
 
 
 class MidBlock(nn.Module):
@@ -241,7 +242,7 @@ class Decoder(nn.Module):
         """Everything after the middle: what only looks at a neighbourhood."""
         for block in self.up_blocks:
             x = block(x)
-        return self.conv_out(self.norm_out(x, silu=True, in_place=True))
+        return maps.convolved(self.conv_out, self.norm_out(x, silu=True, in_place=True))
 
     def forward(self, z: torch.Tensor, tile: int | None = None) -> torch.Tensor:
         return tiled(self.up, self.mid_block(self.conv_in(z)), tile, DECODER_HALO, 2 ** (len(self.up_blocks) - 1))
@@ -267,7 +268,7 @@ class QwenImage21VAE(nn.Module):
                 f"the VAE was given pixels of shape {tuple(pixels.shape)}, expected (batch, {self.config.in_channels}, height, width) with sides that "
                 f"are multiples of {ratio}: resize or pad the picture"
             )
-        return self.quant_conv(self.encoder(maps.arranged(pixels), tile)).chunk(2, dim=1)
+        return maps.convolved(self.quant_conv, self.encoder(maps.arranged(pixels), tile)).chunk(2, dim=1)
 
     def encode(self, pixels: torch.Tensor, tile: int | None = None) -> torch.Tensor:
         """Latents (batch, 64, height / 16, width / 16) of `pixels` (batch, 4, height, width) in [-1, 1]: the mode, NOT normalised.
@@ -285,7 +286,7 @@ class QwenImage21VAE(nn.Module):
             raise Qwen21Error(
                 f"the VAE was given latents of shape {tuple(latents.shape)}, expected (batch, {self.config.z_dim}, rows, columns): they come from another model"
             )
-        return self.decoder(self.post_quant_conv(maps.arranged(latents)), tile).clamp(-1, 1)
+        return self.decoder(maps.convolved(self.post_quant_conv, maps.arranged(latents)), tile).clamp(-1, 1)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as `encode` gives them, to what the denoiser works on."""

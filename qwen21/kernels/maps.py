@@ -13,6 +13,7 @@ from torch import nn
 from .. import kernels
 
 NORM_EPS = 1e-12  # F.normalize's
+FEWEST_OUTPUTS = 32  # with which cuDNN convolves on tensor cores: with 4 (the last of the decoder), 8 or 16 it does not
 
 
 def arranged(x: torch.Tensor) -> torch.Tensor:
@@ -21,10 +22,21 @@ def arranged(x: torch.Tensor) -> torch.Tensor:
 
 
 def convolve(conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """conv(x), and the bias that is still to be added, None if it has been."""
-    if kernels.fusible(x) and type(conv) is nn.Conv2d:
-        return F.conv2d(x, conv.weight, None, conv.stride, conv.padding), conv.bias
-    return conv(x), None
+    """conv(x), and the bias that is still to be added, None if it has been. On the kernels' way 1x1 is a matrix product, and few outputs are padded."""
+    if not kernels.fusible(x) or type(conv) is not nn.Conv2d:
+        return conv(x), None
+    weight = conv.weight
+    if conv.kernel_size == conv.stride == (1, 1):
+        return F.linear(x.permute(0, 2, 3, 1), weight[:, :, 0, 0], conv.bias).permute(0, 3, 1, 2), None
+    if conv.out_channels < FEWEST_OUTPUTS:
+        weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, FEWEST_OUTPUTS - conv.out_channels))
+    return F.conv2d(x, weight, None, conv.stride, conv.padding)[:, : conv.out_channels], conv.bias
+
+
+def convolved(conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """conv(x), for where nothing takes over the bias."""
+    y, bias = convolve(conv, x)
+    return y if bias is None else y + bias[:, None, None]
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, bias: torch.Tensor | None = None, silu: bool = False, in_place: bool = False) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The autoencoder's Triton kernels against plain PyTorch: on a GPU if there is one, else in Triton's interpreter."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from qwen21 import kernels
 from qwen21.kernels import maps
-from qwen21.vae import ChannelAverage, ChannelRepeat
+from qwen21.vae import ChannelAverage, ChannelRepeat, ResidualBlock
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -59,15 +60,58 @@ def test_norm_of_nothing_is_nothing(both):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_convolution_and_the_bias_behind_it(both, bias):
-    conv = nn.Conv2d(8, 12, 3, padding=1, bias=bias, device=DEVICE)
-    gamma = random(12, 1, 1, seed=1)
+@pytest.mark.parametrize("outputs", [12, 40])  # padded, and not
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_convolution_and_the_bias_behind_it(both, kernel, outputs, bias):
+    conv = nn.Conv2d(8, outputs, kernel, padding=kernel // 2, bias=bias, device=DEVICE)
+    gamma = random(outputs, 1, 1, seed=1)
     assert close(*both(lambda x: maps.rms_norm(*_swapped(gamma, *maps.convolve(conv, x))), random(1, 8, 6, 5)))
-    assert close(*both(lambda x, shortcut: maps.add(*maps.convolve(conv, x), shortcut), random(1, 8, 6, 5), random(1, 12, 6, 5, seed=2)))
+    assert close(*both(lambda x, shortcut: maps.add(*maps.convolve(conv, x), shortcut), random(1, 8, 6, 5), random(1, outputs, 6, 5, seed=2)))
 
 
 def _swapped(gamma, x, bias):
     return x, gamma, bias
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel, stride", [(1, 1), (3, 1), (3, 2), (1, 2)])
+@pytest.mark.parametrize("outputs", [4, 12, 40])
+@pytest.mark.parametrize("view", ["together", "slice", "rows first"])
+def test_a_convolution_as_a_whole(both, view, outputs, kernel, stride, bias):
+    conv = nn.Conv2d(8, outputs, kernel, stride, padding=kernel // 2, bias=bias, device=DEVICE)
+    views = {"together": lambda x: x, "slice": lambda x: x[:, :, 1:6, 2:], "rows first": lambda x: x.contiguous()}
+    x = random(2, 8, 7, 5)
+    ours, theirs = both(lambda x: maps.convolved(conv, views[view](x)), x)
+    assert close(ours, theirs)
+    assert torch.equal(theirs, conv(views[view](x)))
+
+
+def test_few_outputs_are_padded_and_1x1_is_no_convolution(monkeypatch):
+    monkeypatch.setattr(kernels, "fusible", lambda x: True)
+    with mock.patch.object(maps.F, "conv2d", wraps=maps.F.conv2d) as conv2d:
+        for outputs, kernel in ((4, 3), (32, 3), (40, 3), (4, 1)):
+            maps.convolved(nn.Conv2d(8, outputs, kernel, device=DEVICE), random(1, 8, 5, 5))
+    assert [call.args[1].shape[0] for call in conv2d.call_args_list] == [32, 32, 40]
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolutions_of_a_host_are_called(both, kernel):
+    class HostConv(nn.Conv2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    conv = HostConv(8, 4, kernel, device=DEVICE)
+    x = random(1, 8, 6, 5)
+    assert all(close(y, 2 * nn.Conv2d.forward(conv, x)) for y in both(lambda x: maps.convolved(conv, x), x))
+
+
+@pytest.mark.parametrize("outputs", [8, 12])
+def test_a_residual_block(both, outputs):
+    block = ResidualBlock(8, outputs, nn, device=DEVICE)
+    for i, parameter in enumerate(block.parameters()):
+        parameter.data = random(*parameter.shape, seed=i)
+    assert close(*both(block, random(2, 8, 5, 3)))
+    assert close(*both(lambda x: block(x[:, :, 1:, :2]), random(2, 8, 5, 3)))
 
 
 @pytest.mark.parametrize("temporal", [False, True])
