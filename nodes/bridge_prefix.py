@@ -99,7 +99,7 @@ class Run:
             return known
         if self.weights is None or settings.device == "off":
             return RunPrefix(context, slots, references, prefill(context, slots, references, PrefixKV()))
-        keys = (text and text.of(context)) or [digest(state) for state in context[0]]
+        keys = (text and text.of(context)) or [digest(state) for state in context[0].cpu()]
         items = prefix_items(keys, slots, [(*latents.shape[2:], digest(latents)) for latents in references])
 
         def rest(past: PrefixKV, texts: int, pictures: int) -> PrefixKV:

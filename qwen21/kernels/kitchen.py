@@ -7,12 +7,17 @@ writes to the place that attention reads. Its layer norm with modulation is no f
 import comfy_kitchen
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+_matrices = WeakTensorKeyDictionary()  # of a rotary table, which every layer and step share
 
 
 def rotate_(x: torch.Tensor, norm: nn.RMSNorm | None, table: torch.Tensor) -> torch.Tensor:
     """`x` (batch, heads, tokens, head_dim), float16 or bfloat16, through `norm` if given, then rotated by `table` (tokens, head_dim / 2), in place."""
-    columns = table.conj()[..., None] * table.new_tensor([1, 1j])
-    matrices = torch.view_as_real(columns)[None, None]  # (1, 1, tokens, head_dim / 2, 2, 2), each ((cos, -sin), (sin, cos))
+    if table not in _matrices:
+        columns = table.conj()[..., None] * table.new_tensor([1, 1j])
+        _matrices[table] = torch.view_as_real(columns)[None, None]  # (1, 1, tokens, head_dim / 2, 2, 2), each ((cos, -sin), (sin, cos))
     if norm is None:
-        return comfy_kitchen.apply_rope1_(x, matrices)
-    return comfy_kitchen.rms_rope1_(x, matrices, norm.weight.detach().to(x.dtype), norm.eps)
+        return comfy_kitchen.apply_rope1_(x, _matrices[table])
+    return comfy_kitchen.rms_rope1_(x, _matrices[table], norm.weight.detach().to(x.dtype), norm.eps)

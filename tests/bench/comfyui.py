@@ -8,9 +8,9 @@ with PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync it uses that allocator, as 
 weights, which is written first if it is not there: "small" is the toy in float32, "full" the published sizes in bfloat16 (14 GB, and 17 GB for
 the text encoder, of which only a stub is written without --encoder).
 
-Measures: "steps" (8 steps of the Sampler: a step without loading and prefix, and all of it), "memory" (4 steps
-and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much of the
-denoiser was on the card after sampling), "encode" (the text encoder, likewise). --limit-gib takes the rest of the card's memory away first.
+Measures: "steps" (8 steps of the Sampler: a step without loading and prefix, and all of it), "error" (of one step, against float32), "memory"
+(4 steps and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much
+of the denoiser was on the card after sampling), "encode" (the text encoder, likewise). --limit-gib takes the rest of the card's memory away first.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from measuring import arguments, in_turn, take
+from measuring import arguments, in_turn, relative_error, take
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -190,8 +190,8 @@ class Bench:
         inputs = {"model": model, "positive": prompt, "negative": prompt, "latent": latent, "seed": 0, "steps": steps, "cfg": 1.0, "schedule": "dynamic"}
         return outputs("nodes.sampler", "Qwen21Sampler", **inputs, sampler_name="euler", denoise=1.0, cfg_until=1.0)
 
-    def way(self, name: str, model, references: int) -> Callable[[], object]:
-        """STEPS steps of `name`, one of WAYS."""
+    def way(self, name: str, model, references: int, steps: int = STEPS) -> Callable[[], tuple[dict, str]]:
+        """So many steps of `name`, one of WAYS: (LATENT, report)."""
         generator = torch.Generator().manual_seed(1)
         latents = [torch.randn(1, 64, self.side, self.side, generator=generator) for _ in range(references)]
         if "recomputed" in name:
@@ -202,13 +202,13 @@ class Bench:
         if "order" in name:
             replaced = [(pack("nodes.bridge_model"), "_prefers_cudnn")]
 
-        def run() -> str:
+        def run() -> tuple[dict, str]:
             if "seen before" not in name:
                 model.model.diffusion_model.cache.tree.clear()
             with ExitStack() as stack:
                 for module, function in replaced:
                     stack.enter_context(mock.patch.object(module, function, lambda x: False))
-                return self.sample(model, latents, STEPS)[1]
+                return self.sample(model, latents, steps)
 
         return run
 
@@ -274,12 +274,25 @@ def steps(bench: Bench) -> list[dict]:
         ways, alone = {name: bench.way(name, models["fp8" in name], references) for name in bench.options.way}, defaultdict(list)
 
         def noting(name: str) -> Callable[[], None]:
-            return lambda: alone[name].append(step_seconds(ways[name]()))
+            return lambda: alone[name].append(step_seconds(ways[name]()[1]))
 
         for name, row in in_turn({name: noting(name) for name in ways}, bench.device, bench.options.repeats).items():
             timed = {"step_ms": 1000 * statistics.median(alone[name][1:]), "seconds": row["ms"] / 1000, "sm_mhz": row["sm_mhz"]}
             rows.append({"what": f"{references} references, {name}", **timed})
     del models, ways
+    unload()
+    return rows
+
+
+def error(bench: Bench) -> list[dict]:
+    """Of what one step over one reference gives, against the plain computation in float32."""
+    models, rows = {fp8: bench.load(fp8) for fp8 in WEIGHTS.values()}, []
+    exact = pack("nodes.bridge_model").load_model(bench.checkpoint, torch.float32)
+    truth = bench.way("ours, plain PyTorch", exact, 1, 1)()[0]["samples"]
+    for name in ("ours", "ours, plain PyTorch", "ours fp8"):
+        found = bench.way(name, models["fp8" in name], 1, 1)()[0]["samples"]
+        rows.append({"what": name, "relative_error": relative_error(found, truth)})
+    del models, exact
     unload()
     return rows
 
@@ -309,7 +322,7 @@ def encode(bench: Bench) -> list[dict]:
     return rows
 
 
-MEASURES = {"steps": steps, "memory": memory, "encode": encode}
+MEASURES = {"steps": steps, "error": error, "memory": memory, "encode": encode}
 
 
 def main() -> None:
