@@ -84,6 +84,7 @@ def start_comfyui(folder: Path, base: str, options: list[str]) -> None:
     if enables_dynamic_vram() and comfy_aimdo.control.init_devices((device.index, 0) for device in comfy.model_management.get_all_torch_devices()):
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
+        comfy_aimdo.control.set_log_info()  # else it logs every weight that is used
     comfy.utils.PROGRESS_BAR_ENABLED = False
 
 
