@@ -60,7 +60,7 @@ class HostHooks(Hooks):
 
 
 def rows_of(batch: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """These `rows` of `batch`. Indexing by a list would make a GPU wait for it."""
+    """These `rows` of `batch`, in rising order. A list as an index would be copied to the GPU, for which the host waits."""
     return batch if len(rows) == batch.shape[0] else torch.stack([batch[row] for row in rows])
 
 

@@ -44,17 +44,17 @@ PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_te
 def host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transformer_options: dict) -> torch.Tensor:
     """Unmasked attention of ComfyUI's choice (sage, flash, PyTorch ...) on (batch, heads, tokens, head_dim).
 
-    Where that is PyTorch's, it is called directly on GPUs on which it prefers cuDNN's kernel: ComfyUI would have it take flash attention first,
-    which there is slower by a third.
+    Where that is PyTorch's, it is called directly on GPUs on which it prefers cuDNN's kernel: ComfyUI would have it try flash attention first,
+    which is slower there.
     """
-    if optimized_attention is attention_pytorch and "optimized_attention_override" not in transformer_options and _prefers_cudnn(q.device):
+    if optimized_attention is attention_pytorch and "optimized_attention_override" not in transformer_options and prefers_cudnn(q.device):
         return full_attention(q, k, v)
     return optimized_attention(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True, transformer_options=transformer_options)
 
 
 @cache
-def _prefers_cudnn(device: torch.device) -> bool:
-    """Of PyTorch's attention: on Hopper's and Blackwell's data centre GPUs."""
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether PyTorch's attention tries cuDNN's kernel before the others on `device`: Hopper's and Blackwell's data centre GPUs."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

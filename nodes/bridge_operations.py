@@ -5,18 +5,19 @@ import comfy.ops
 import torch
 
 from ..qwen21 import kernels
-from ..qwen21.fp8 import multiply
+from ..qwen21.fp8 import multiplies_rows, multiply_rows
 from ..qwen21.kernels import Fp8Rows
 
 
 def with_kernels(operations):
-    """`operations`, one of ComfyUI's sets, with an RMSNorm and, if they are for quantised weights, a Linear that say so."""
+    """`operations`, one of ComfyUI's sets, with an RMSNorm that knows `weight_is_ready` and, if they are for quantised weights, a Linear that knows
+    `takes_rows`, as QwenImage21Transformer asks of them."""
 
     class RMSNorm(operations.RMSNorm):
         @property
         def weight_is_ready(self) -> bool:
             """Whether the weight is used as it lies there: loaded, and with its patches applied."""
-            return not (self.weight_function or _is_replaced(self))
+            return not self.weight_function
 
     parts = {"RMSNorm": RMSNorm}
     if getattr(operations, "_quant_config", None) is not None:
@@ -31,34 +32,45 @@ def _row_linear(operations):
 
         @property
         def takes_rows(self) -> bool:
-            return self._multiplies_rows and not _is_replaced(self)
+            """Whether `forward` takes Fp8Rows. Not under a LoRA beside the weight, whose hook multiplies the input itself."""
+            return self._multiplies_rows and kernels.untouched(self)
 
         @property
         def _multiplies_rows(self) -> bool:
+            """Whether inputs are multiplied in FP8 by a weight as ComfyUI stores it."""
             return (
                 getattr(self, "quant_format", None) == "float8_e4m3fn"
-                and kernels.run_on(comfy.model_management.get_torch_device())
+                and not torch.compiler.is_compiling()
                 and not (self._full_precision_mm or getattr(self, "comfy_force_cast_weights", False))
                 and not (self.weight_function or self.bias_function)
                 and all(getattr(self, name, None) is None for name in ("bias", "input_scale", "pre_quant_scale"))
+                and _runs_on(comfy.model_management.get_torch_device())
             )
 
         def forward(self, input: torch.Tensor | Fp8Rows, *args, **kwargs) -> torch.Tensor:
+            """(..., inputs) to (..., outputs), in the dtype of the input."""
             if not isinstance(input, Fp8Rows):
                 if input.requires_grad or not self._multiplies_rows:
                     return super().forward(input, *args, **kwargs)
                 input = kernels.quantize_rows(input)
             comfy.ops.run_every_op()
-            as_is = {"dtype": input.dtype, "device": input.values.device, "bias_dtype": input.dtype, "compute_dtype": input.dtype, "want_requant": True}
-            weight, bias, stream = comfy.ops.cast_bias_weight(self, offloadable=True, **as_is)
+            weight, bias, stream = comfy.ops.cast_bias_weight(
+                self,
+                dtype=self.weight.dtype,
+                device=input.values.device,
+                bias_dtype=input.dtype,
+                compute_dtype=input.dtype,
+                want_requant=True,
+                offloadable=True,
+            )
             try:
-                return multiply(input, *weight.layout_cls.get_plain_tensors(weight))
+                return multiply_rows(input, *weight.layout_cls.get_plain_tensors(weight))
             finally:
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)
 
     return Linear
 
 
-def _is_replaced(module: torch.nn.Module) -> bool:
-    """Whether hooks or another `forward` (ComfyUI's LoRAs in bypass mode) have a say in what it computes."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+def _runs_on(device: torch.device) -> bool:
+    """Whether rows are made by kernels and multiplied on `device`. In plain PyTorch making them would take longer than it saves."""
+    return kernels.run_on(device) and multiplies_rows(device)

@@ -99,7 +99,7 @@ class Run:
             return known
         if self.weights is None or settings.device == "off":
             return RunPrefix(context, slots, references, prefill(context, slots, references, PrefixKV()))
-        keys = (text and text.of(context)) or [digest(state) for state in context[0].cpu()]
+        keys = (text and text.of(context)) or [digest(state) for state in context[0].cpu()]  # all at once: the host waits for every copy
         items = prefix_items(keys, slots, [(*latents.shape[2:], digest(latents)) for latents in references])
 
         def rest(past: PrefixKV, texts: int, pictures: int) -> PrefixKV:

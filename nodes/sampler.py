@@ -31,7 +31,8 @@ class Guider(comfy.samplers.CFGGuider):
         self.guided_above = float(sigmas[guided_steps - 1 : guided_steps + 1].mean()) if 0 < guided_steps < len(sigmas) - 1 else (-1.0 if guided_steps else 2.0)
 
     def predict_noise(self, x, timestep, model_options={}, seed=None):
-        cfg = self.cfg if self.cfg == 1 or float(timestep.max()) > self.guided_above else 1.0
+        guided = self.cfg != 1 and float(timestep.max()) > self.guided_above  # in this order: the host waits for the second
+        cfg = self.cfg if guided else 1.0
         negative, positive = self.conds.get("negative"), self.conds.get("positive")
         return comfy.samplers.sampling_function(self.inner_model, x, timestep, negative, positive, cfg, model_options=model_options, seed=seed)
 
@@ -151,5 +152,5 @@ def report(model, samples: torch.Tensor, steps: int, start: float, before: Cache
         )
         lines.append(f"kept: {len(cache.tree)} pieces, K/V {cache.tree.nbytes() / 2**20:.1f} MiB")
         seconds -= run.seconds
-    lines.append(f"each step: {seconds / steps:.3f} s")
+    lines.append(f"each step: {seconds / steps:.4g} s")
     return "\n".join(lines)

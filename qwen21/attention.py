@@ -26,7 +26,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if q.is_cuda and torch.version.hip is None:  # ROCm's kernels align to the upper left, other devices have none
+    if q.is_cuda and torch.version.hip is None:  # ROCm's kernels align to the upper left, other devices have no such kernel
         mask = causal_lower_right(queries, keys)
     else:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)

@@ -4,6 +4,9 @@ Both scales put the largest value at FP8's maximum, so a product of two rows is 
 and is summed in float32. The layers outside the blocks stay as they are: they cost next to nothing and every token passes through them.
 """
 
+import logging
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,17 +33,17 @@ class Fp8Linear(nn.Module):
     @property
     def takes_rows(self) -> bool:
         """Not under a LoRA (lora/attach.py), whose hook or changed weight multiplies the input itself."""
-        return not self._forward_hooks and "forward" not in vars(self)
+        return kernels.untouched(self)
 
     def dequantized(self) -> torch.Tensor:
         """The weight (outputs, inputs) in float32."""
         return self.weight.float() * self.scales[:, None]
 
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        return multiply(x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x), self.weight, self.scales)
+        return multiply_rows(x if isinstance(x, Fp8Rows) else kernels.quantize_rows(x), self.weight, self.scales)
 
 
-def multiply(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def multiply_rows(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """`rows` (..., inputs) by `weight` (outputs, inputs) in FP8 with FP32 `scales`, one an output or one for all: (..., outputs) in the rows' dtype."""
     values, row_scales, dtype = rows
     scales = scales.view(-1, 1).expand(weight.shape[0], 1)
@@ -70,12 +73,26 @@ def already_quantized(part: Part) -> str:
     return f"{part.source.name} is quantised already and stays as it is: fp8 is made of weights in 16 or 32 bits"
 
 
+@cache
+def multiplies_rows(device: torch.device) -> bool:
+    """Whether `device` multiplies FP8 with a scale for each row: CUDA devices from Ada on, but for some PyTorch has no such kernel. Try, once."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < kernels.FP8_CAPABILITY:
+        return False
+    ones = torch.ones(16, 32, device=device, dtype=torch.bfloat16)
+    try:
+        multiply_rows(kernels.quantize_rows(ones), ones.to(kernels.FP8), ones[:, 0].float())
+    except RuntimeError as error:
+        logging.warning("%s does not multiply FP8 with a scale for each row: %s", device, error)
+        return False
+    return True
+
+
 def check_device(device: torch.device) -> None:
     """Raises Qwen21Error if `device` cannot multiply in FP8. A CPU does the same sums in float32."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= kernels.FP8_CAPABILITY or device.type == "cpu":
+    if device.type == "cpu" or multiplies_rows(device):
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    raise Qwen21Error(f"{name} does not multiply in FP8, which takes an Ada, Hopper or newer GPU: use bfloat16")
+    raise Qwen21Error(f"{name} does not multiply in FP8, which takes an Ada, Hopper or newer GPU and a PyTorch that knows it: use bfloat16")
 
 
 def quantize_linears(model: nn.Module, device: torch.device | None = None, sensitive: tuple[str, ...] = SENSITIVE) -> None:

@@ -227,7 +227,8 @@ def _place(
 class QwenImage21Transformer(nn.Module):
     """The denoiser of Qwen-Image 2.1.
 
-    `operations` supplies Linear, LayerNorm and RMSNorm: torch.nn, or a host's own for quantised and offloaded weights.
+    `operations` supplies Linear, LayerNorm and RMSNorm: torch.nn, or a host's own for quantised and offloaded weights. A host's RMSNorm may say
+    that its `weight_is_ready` to be read by kernels, its Linear that it `takes_rows` in FP8 (kernels.Fp8Rows) in place of a tensor.
     """
 
     def __init__(self, config: TransformerConfig, operations=nn, device=None, dtype=None):

@@ -1,4 +1,5 @@
-"""Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch.
+"""Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch, with norm and
+rotation by comfy-kitchen where that has kernels.
 
 Plain PyTorch is what the reference does, operation by operation, rounding after each. A kernel reads and writes each tensor once and rounds
 once, at the end, so in half precision it is closer to float32, not equal to the bit. Nothing here multiplies matrices.
@@ -44,20 +45,20 @@ def run_on(device: torch.device) -> bool:
 
 
 def kitchen_fits(x: torch.Tensor) -> bool:
-    """Whether comfy-kitchen's kernels take `x`: on a CUDA device, in half precision, without gradients."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return x.is_cuda and half and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _has_kitchen()
+    """Whether comfy-kitchen's kernels take `x`: on the current CUDA device, in half precision, without gradients."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
+        return False
+    return x.device.index == torch.cuda.current_device() and _kitchen_works()
 
 
 @cache
-def _has_kitchen() -> bool:
-    """Whether a comfy-kitchen is installed that rotates in place."""
-    if find_spec("comfy_kitchen") is None:
-        return False
+def _kitchen_works() -> bool:
     try:
-        return hasattr(_kitchen().comfy_kitchen, "rms_rope1_")
+        return _kitchen().works()
+    except ImportError:
+        return False
     except Exception as error:
-        logging.warning("comfy-kitchen does not work, so its kernels are left out: %s", error)
+        logging.warning("comfy-kitchen's kernels are left out: %s", error)
         return False
 
 
@@ -135,7 +136,7 @@ def _result(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, fp8:
 def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x` (batch, tokens, heads, head_dim) normed over each head and rotated by `table` (tokens, head_dim / 2), where they are given.
 
-    Returns it as (batch, heads, tokens, head_dim): in `out`, or in memory of its own.
+    Returns it as (batch, heads, tokens, head_dim): in `out`, or in memory of its own. By a kernel of Triton's, or else of comfy-kitchen's.
     """
     if norm is not None and not _reads_weight(norm, x):
         x, norm = norm(x), None
@@ -151,9 +152,15 @@ def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, o
     return x if out is None else out.copy_(x)
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether neither hooks nor another `forward`, put on `module` from outside, have a say in what it computes."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def _reads_weight(norm: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a kernel may read the weight of `norm` on the device of `x` and do what it would. A host's norm says so itself, else it is called."""
-    return (type(norm) is nn.RMSNorm or getattr(norm, "weight_is_ready", False)) and norm.weight.device == x.device
+    """Whether a kernel on the device of `x` may read the weight of `norm` instead of calling it. A host's norm says so itself (`weight_is_ready`)."""
+    ready = type(norm) is nn.RMSNorm or getattr(norm, "weight_is_ready", False)
+    return ready and untouched(norm) and norm.weight.device == x.device and norm.weight.dtype.itemsize > 1
 
 
 def gather(x: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:

@@ -13,7 +13,7 @@ from torch import nn
 from .. import kernels
 
 NORM_EPS = 1e-12  # F.normalize's
-FEWEST_OUTPUTS = 32  # with which cuDNN convolves on tensor cores: with 4 (the last of the decoder), 8 or 16 it does not
+FEWEST_OUTPUTS = 32  # with which cuDNN convolves on tensor cores; the last convolution of the decoder has 4
 
 
 def arranged(x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def convolve(conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     if not kernels.fusible(x) or type(conv) is not nn.Conv2d:
         return conv(x), None
     weight = conv.weight
-    if conv.kernel_size == conv.stride == (1, 1):
+    if conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0):
         return F.linear(x.permute(0, 2, 3, 1), weight[:, :, 0, 0], conv.bias).permute(0, 3, 1, 2), None
     if conv.out_channels < FEWEST_OUTPUTS:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, FEWEST_OUTPUTS - conv.out_channels))

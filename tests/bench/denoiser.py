@@ -363,7 +363,8 @@ def ceilings(bench: Bench) -> list[dict]:
 
 
 def kernel_rates(bench: Bench) -> list[dict]:
-    """Each kernel alone at the tokens of the first workload: ms, ms a step, and the share of the card's memory rate; the same in plain PyTorch."""
+    """Each kernel alone at the tokens of the first workload: ms, ms a step, and the share of the card's memory rate; the same in plain PyTorch, and
+    without Triton where comfy-kitchen has a kernel."""
     config, inputs = bench.config, bench.inputs(bench.options.workload[0])
     tokens, dim, heads = inputs.tokens, config.dim, config.num_attention_heads
 
@@ -397,8 +398,10 @@ def kernel_rates(bench: Bench) -> list[dict]:
         ms = sustained_ms(function, bench.device, 0.1)
         with plain():
             slow = sustained_ms(function, bench.device, 0.1)
+        with without_triton():
+            kitchen = sustained_ms(function, bench.device, 0.1) if "rotation" in name and kernels.kitchen_fits(x) else None
         rate = nbytes / ms * 1000 / bench.memory_rate()
-        rows.append({"what": name, "ms": ms, "ms_a_step": ms * times * config.num_layers, "of_memory_rate": rate, "plain_ms": slow})
+        rows.append({"what": name, "ms": ms, "ms_a_step": ms * times * config.num_layers, "of_memory_rate": rate, "plain_ms": slow, "kitchen_ms": kitchen})
     return rows
 
 

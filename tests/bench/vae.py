@@ -124,6 +124,13 @@ def searched() -> Iterator[None]:
 
 
 @contextmanager
+def few_outputs() -> Iterator[None]:
+    """The last convolution with its own four outputs."""
+    with mock.patch.object(kernels.maps, "FEWEST_OUTPUTS", 0):
+        yield
+
+
+@contextmanager
 def doubled_first() -> Iterator[None]:
     """The size is doubled before the convolution, as in the reference."""
 
@@ -149,6 +156,7 @@ WAYS = {
     "ours": default,
     "ours, plain PyTorch": plain,
     "ours, size doubled first": doubled_first,
+    "ours, four outputs at last": few_outputs,
     "ours, weights channels last": default,
     "ours, cuDNN searches": searched,
     "ours, weights channels last, cuDNN searches": searched,

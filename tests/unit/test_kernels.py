@@ -96,7 +96,9 @@ def test_a_host_norm_is_called_unless_its_weight_is_ready(fusible):
         assert torch.equal(kernels.place(x, norm, None), 3 * x.transpose(1, 2))
         HostNorm.weight_is_ready = True
         assert close(kernels.place(x, norm, None), nn.RMSNorm(32, eps=1e-6, device=DEVICE)(x.transpose(1, 2)), torch.float32)
-        assert torch.equal(kernels.place(x, norm.to("meta"), None), 3 * x.transpose(1, 2))  # not where it is needed
+        norm.weight.data = norm.weight.data.to(torch.float8_e4m3fn)  # which not every device reads
+        assert torch.equal(kernels.place(x, norm, None), 3 * x.transpose(1, 2))
+        assert torch.equal(kernels.place(x, norm.float().to("meta"), None), 3 * x.transpose(1, 2))
 
 
 @pytest.mark.parametrize("fp8", [False, True])

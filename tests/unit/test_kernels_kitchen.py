@@ -1,5 +1,7 @@
 """comfy-kitchen's kernels in place of Triton's: its CUDA ones on a GPU, else its own plain PyTorch, which shows that they are called rightly."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 pytest.importorskip("comfy_kitchen", reason="needs comfy-kitchen")
 
 from qwen21 import kernels
+from qwen21.kernels import kitchen
 from qwen21.rope import rotary_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,13 +32,12 @@ def test_place(monkeypatch, dtype, normed):
         norm.weight.data.copy_(torch.randn(32, generator=generator))
     table = rotary_table(torch.arange(21).view(7, 3).to(DEVICE), (8, 12, 12))
     room = torch.zeros(2, 3, 10, 32, device=DEVICE, dtype=dtype)
-    called = []
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(kitchen, "rotate_", wraps=kitchen.rotate_) as rotate:
         monkeypatch.setattr(kernels, "fusible", lambda x: False)
-        monkeypatch.setattr(kernels, "kitchen_fits", lambda x: called.append(x.dtype) or x.dtype == dtype)
+        monkeypatch.setattr(kernels, "kitchen_fits", lambda x: x.dtype == dtype)
         assert kernels.place(x, norm, table, room[:, :, 3:]).data_ptr() == room[:, :, 3:].data_ptr()
         alone = kernels.place(x, norm, table)
-        assert called == [dtype] * 2
+        assert rotate.call_count == 2
         exact = kernels.place(x.float(), norm and norm.float(), table)
     assert torch.equal(alone, room[:, :, 3:]) and alone.is_contiguous() and alone.dtype == dtype and not room[:, :, :3].any()
     assert (alone.float() - exact).abs().max() <= ROUNDING[dtype] * exact.abs().max()
@@ -48,3 +50,17 @@ def test_only_on_a_gpu_in_half_precision_and_without_gradients():
         assert kernels.kitchen_fits(half) == (DEVICE == "cuda")
         assert not kernels.kitchen_fits(half.float())
         assert not kernels.kitchen_fits(half.cpu())
+
+
+def test_only_where_it_has_kernels(monkeypatch):
+    assert kitchen.works() == (DEVICE == "cuda")
+    for backend, good in (("cuda", True), ("hip", True), ("triton", False), ("eager", False)):
+        monkeypatch.setattr(kitchen.registry, "get_capable_backend", lambda name, backend=backend: backend)
+        assert kitchen.works() == good
+
+
+@pytest.mark.parametrize("error", [ImportError("none here"), RuntimeError("no such function")])
+def test_none_or_an_older_one_is_left_out(monkeypatch, caplog, error):
+    monkeypatch.setattr(kernels, "_kitchen", mock.Mock(side_effect=error))
+    assert not kernels._kitchen_works.__wrapped__()
+    assert ("left out: no such function" in caplog.text) == isinstance(error, RuntimeError)

@@ -1,5 +1,6 @@
 """What may change the model or where it lies: LoRA, hooks, wrappers, unloading, and the Prefix Cache node."""
 
+import comfy.ldm.modules.attention
 import comfy.model_base
 import comfy.model_management
 import comfy.patcher_extension
@@ -372,8 +373,19 @@ def check_attention_is_comfyuis_choice():
 
     model.model_options["transformer_options"]["optimized_attention_override"] = override
     model.model.diffusion_model.cache.tree.clear()
-    close(samples(model, *parts), samples(loaded()[0], *parts))
-    assert len(asked) == 3 + 4 * 3, len(asked)  # the picture in each layer but the last, and four layers a step
+    expected = samples(loaded()[0], *parts)
+    close(samples(model, *parts), expected)
+    calls = 3 + 4 * 3  # the picture in each layer but the last, and four layers a step
+    assert len(asked) == calls, len(asked)
+    bridge = core("nodes.bridge_model")
+    with replaced(bridge, "prefers_cudnn", lambda device: True), counted(bridge, "full_attention") as direct:
+        for choice, one, directly in (("attention_pytorch", loaded()[0], True), ("attention_pytorch", model, False), ("attention_sub_quad", loaded()[0], False)):
+            with replaced(bridge, "optimized_attention", getattr(comfy.ldm.modules.attention, choice)):
+                one.model.diffusion_model.cache.tree.clear()
+                direct.clear()
+                close(samples(one, *parts), expected)
+            assert len(direct) == (calls if directly else 0), (choice, len(direct))
+    assert len(asked) == 2 * calls, len(asked)
 
 
 def check_model_nodes_of_comfyui():
