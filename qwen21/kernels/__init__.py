@@ -125,6 +125,7 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     """`x` (..., width), any float dtype, in FP8."""
     if fusible(x) and _knows_fp8(x):
         return Fp8Rows(*_fused().quantize_rows(x), x.dtype)
+    x = x.contiguous()
     scales = x.float().abs().amax(dim=-1).clamp_min(TINY) / FP8_MAX
     return Fp8Rows((x.float() / scales[..., None]).to(FP8), scales, x.dtype)
 
@@ -153,14 +154,15 @@ def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, o
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether neither hooks nor another `forward`, put on `module` from outside, have a say in what it computes."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """Whether neither hooks nor another `forward`, put on `module` from outside, have a say in what it computes. Its own may have been put back."""
+    own = getattr(module.forward, "__func__", None) is type(module).forward
+    return own and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _reads_weight(norm: nn.Module, x: torch.Tensor) -> bool:
     """Whether a kernel on the device of `x` may read the weight of `norm` instead of calling it. A host's norm says so itself (`weight_is_ready`)."""
     ready = type(norm) is nn.RMSNorm or getattr(norm, "weight_is_ready", False)
-    return ready and untouched(norm) and norm.weight.device == x.device and norm.weight.dtype.itemsize > 1
+    return ready and untouched(norm) and norm.weight is not None and norm.weight.device == x.device and norm.weight.dtype.itemsize > 1
 
 
 def gather(x: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:

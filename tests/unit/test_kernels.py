@@ -99,6 +99,29 @@ def test_a_host_norm_is_called_unless_its_weight_is_ready(fusible):
         norm.weight.data = norm.weight.data.to(torch.float8_e4m3fn)  # which not every device reads
         assert torch.equal(kernels.place(x, norm, None), 3 * x.transpose(1, 2))
         assert torch.equal(kernels.place(x, norm.float().to("meta"), None), 3 * x.transpose(1, 2))
+        bare = nn.RMSNorm(32, eps=1e-6, elementwise_affine=False)
+        assert torch.equal(kernels.place(x, bare, None), bare(x).transpose(1, 2))
+
+
+def test_a_module_is_untouched_once_its_own_forward_is_back():
+    module = nn.RMSNorm(4)
+    assert kernels.untouched(module)
+    own, module.forward = module.forward, lambda x: x
+    assert not kernels.untouched(module)
+    module.forward = own
+    assert kernels.untouched(module)
+    hook = module.register_forward_pre_hook(lambda module, inputs: None)
+    assert not kernels.untouched(module)
+    hook.remove()
+    assert kernels.untouched(module)
+
+
+def test_rows_lie_one_after_another(monkeypatch):
+    x = random(2, 6, 32).transpose(1, 2)
+    plain = kernels.quantize_rows(x)
+    assert plain.values.is_contiguous()
+    monkeypatch.setattr(kernels, "fusible", lambda x: True)
+    assert kernels.quantize_rows(x).values.is_contiguous()
 
 
 @pytest.mark.parametrize("fp8", [False, True])
