@@ -364,7 +364,7 @@ def ceilings(bench: Bench) -> list[dict]:
 
 def kernel_rates(bench: Bench) -> list[dict]:
     """Each kernel alone at the tokens of the first workload: ms, ms a step, and the share of the card's memory rate; the same in plain PyTorch, and
-    without Triton where comfy-kitchen has a kernel."""
+    without Triton where comfy-kitchen has a kernel. At 4096 tokens a GPU may be done before the host has asked for the next: see t2i-2048 too."""
     config, inputs = bench.config, bench.inputs(bench.options.workload[0])
     tokens, dim, heads = inputs.tokens, config.dim, config.num_attention_heads
 
