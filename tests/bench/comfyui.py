@@ -45,7 +45,15 @@ PACK = "qwen_image_21"
 HEAD, GAP, TEXT = 4, 3, 300  # text tokens: before the first reference, between two, in all
 STEPS, MEMORY_STEPS = 8, 4
 SHARD = 2 * 2**30  # bytes a file of a checkpoint
-WAYS = ("ours", "ours, prompt seen before", "ours, plain PyTorch", "ours, ComfyUI's order of attention kernels", "ours, prefix recomputed", "ours fp8", "ours fp8, ComfyUI's product")
+WAYS = (
+    "ours",
+    "ours, prompt seen before",
+    "ours, plain PyTorch",
+    "ours, ComfyUI's order of attention kernels",
+    "ours, prefix recomputed",
+    "ours fp8",
+    "ours fp8, ComfyUI's product",
+)
 WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
 PROMPT = "a red star over two blue circles beside the green square under one yellow moon, " * 4
 

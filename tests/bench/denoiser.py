@@ -254,7 +254,9 @@ class Bench:
             return lambda: [self.reference_step(inputs, cache, "cached", model) for _ in range(STEPS)][-1]
         model = self.fp8 if "fp8" in name else self.model
         prefix = self.prefill(inputs, model)
-        workspace = Workspace(lambda device: InlineCopies(), _never) if "not copied ahead" in name else Workspace(ample=_never if "every step" in name else None)
+        workspace = (
+            Workspace(lambda device: InlineCopies(), _never) if "not copied ahead" in name else Workspace(ample=_never if "every step" in name else None)
+        )
         context = WAYS[name]
         if "compiled" in name:
             model = copy.copy(model)

@@ -379,7 +379,11 @@ def check_attention_is_comfyuis_choice():
     assert len(asked) == calls, len(asked)
     bridge = core("nodes.bridge_model")
     with replaced(bridge, "prefers_cudnn", lambda device: True), counted(bridge, "full_attention") as direct:
-        for choice, one, directly in (("attention_pytorch", loaded()[0], True), ("attention_pytorch", model, False), ("attention_sub_quad", loaded()[0], False)):
+        for choice, one, directly in (
+            ("attention_pytorch", loaded()[0], True),
+            ("attention_pytorch", model, False),
+            ("attention_sub_quad", loaded()[0], False),
+        ):
             with replaced(bridge, "optimized_attention", getattr(comfy.ldm.modules.attention, choice)):
                 one.model.diffusion_model.cache.tree.clear()
                 direct.clear()
