@@ -251,7 +251,7 @@ def _weights(patcher) -> Hashable | None:
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None, fp8: bool = False, disable_dynamic: bool = False):
     """The denoiser of `checkpoint` as a MODEL, for latents of its VAE. `dtype` None leaves the choice to ComfyUI; quantised weights stay as they are.
-    With `fp8` the blocks multiply in 8 bits, in ComfyUI's own operations.
+    With `fp8` the blocks' matrices are in 8 bits, as ComfyUI stores them, and multiplied so where the device can.
 
     Raises Qwen21Error that names the file when it is damaged or another model's.
     """
