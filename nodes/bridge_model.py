@@ -54,7 +54,7 @@ def host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transforme
 
 @cache
 def prefers_cudnn(device: torch.device) -> bool:
-    """Whether PyTorch's attention tries cuDNN's kernel before the others on `device`: Hopper's and Blackwell's data centre GPUs."""
+    """Whether `device` is one of Hopper's or Blackwell's data centre GPUs, on which PyTorch (2.11, seen on Hopper) tries cuDNN's attention first."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

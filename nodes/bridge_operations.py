@@ -3,6 +3,8 @@
 import comfy.model_management
 import comfy.ops
 import torch
+import torch.nn.functional as F
+from comfy.quant_ops import QuantizedTensor
 
 from ..qwen21 import kernels
 from ..qwen21.fp8 import multiplies_rows, multiply_rows
@@ -64,6 +66,8 @@ def _row_linear(operations):
                 offloadable=True,
             )
             try:
+                if not isinstance(weight, QuantizedTensor):  # as ComfyUI hands it to a device that it does not load to
+                    return F.linear((input.values.float() * input.scales[..., None]).to(weight.dtype), weight).to(input.dtype)
                 return multiply_rows(input, *weight.layout_cls.get_plain_tensors(weight))
             finally:
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)

@@ -75,13 +75,19 @@ def already_quantized(part: Part) -> str:
 
 @cache
 def multiplies_rows(device: torch.device) -> bool:
-    """Whether `device` multiplies FP8 with a scale for each row: CUDA devices from Ada on, but for some PyTorch has no such kernel. Try, once."""
+    """Whether `device` makes and multiplies FP8 with a scale for each row: CUDA devices from Ada on, but for some PyTorch has no such kernel. Try, once.
+
+    Raises torch.OutOfMemoryError, which says nothing about the device and is not remembered.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < kernels.FP8_CAPABILITY:
         return False
     ones = torch.ones(16, 32, device=device, dtype=torch.bfloat16)
     try:
         multiply_rows(kernels.quantize_rows(ones), ones.to(kernels.FP8), ones[:, 0].float())
-    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # PyTorch's or Triton's
         logging.warning("%s does not multiply FP8 with a scale for each row: %s", device, error)
         return False
     return True

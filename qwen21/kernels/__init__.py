@@ -155,7 +155,7 @@ def place(x: torch.Tensor, norm: nn.Module | None, table: torch.Tensor | None, o
 
 def untouched(module: nn.Module) -> bool:
     """Whether neither hooks nor another `forward`, put on `module` from outside, have a say in what it computes. Its own may have been put back."""
-    own = getattr(module.forward, "__func__", None) is type(module).forward
+    own = getattr(module.forward, "__func__", None) is type(module).forward and module.forward.__self__ is module
     return own and not (module._forward_hooks or module._forward_pre_hooks)
 
 

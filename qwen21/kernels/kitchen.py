@@ -14,7 +14,7 @@ _matrices = WeakTensorKeyDictionary()  # of the rotary tables in use, which laye
 
 def works() -> bool:
     """Whether it has compiled kernels here: its plain PyTorch is slower than ours, and its Triton's need what ours do."""
-    return registry.get_capable_backend("rms_rope1_") in ("cuda", "hip")
+    return all(registry.get_capable_backend(name) in ("cuda", "hip") for name in ("rms_rope1_", "apply_rope1_"))
 
 
 def rotate_(x: torch.Tensor, norm: nn.RMSNorm | None, table: torch.Tensor) -> torch.Tensor:

@@ -359,6 +359,8 @@ def main() -> None:
             write_checkpoint(options.checkpoint, options.size == "full", options.encoder, device)
             print(f"checkpoint written in {time.perf_counter() - began:.0f} s", file=sys.stderr)
         if options.limit_gib:
+            if device.type != "cuda":
+                raise SystemExit(f"--limit-gib takes memory of a CUDA device away, but the device is {device}: add --device cuda")
             torch.cuda.empty_cache()
             limit_memory(options.limit_gib)
         start_comfyui(options.comfyui.resolve(), temporary, [*(["--cpu"] if device.type == "cpu" else []), *shlex.split(options.options)])

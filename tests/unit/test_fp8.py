@@ -8,7 +8,7 @@ from torch import nn
 from unit.layouts import picture
 from unit.lora_files import LAYERS, random_factors
 
-from qwen21 import kernels
+from qwen21 import fp8, kernels
 from qwen21.errors import Qwen21Error
 from qwen21.fp8 import SENSITIVE, Fp8Linear, quantize_linears
 from qwen21.lora import Change, Lora, attach
@@ -132,3 +132,21 @@ def test_lora_of_a_layer_sees_the_input_itself(transformer, quantized):
     plain = layer(x)
     with attach(quantized, [(Lora("one", (Change(name, None, LowRank(one.up, one.down)),), 1, {}), 0.5)]):
         torch.testing.assert_close(layer(x), (plain.double() + x.double() @ one.delta(0.5).T).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), ValueError("type not supported"), torch.OutOfMemoryError("full")])
+def test_a_device_whose_trial_product_fails_does_not_multiply_rows(monkeypatch, error):
+    """But one that is full is asked again."""
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: torch.full(shape, 1.0, **options))
+    monkeypatch.setattr(fp8, "multiply_rows", fails)
+    trial = fp8.multiplies_rows.__wrapped__
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            trial(torch.device("cuda"))
+    else:
+        assert not trial(torch.device("cuda"))

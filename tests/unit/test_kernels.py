@@ -108,6 +108,8 @@ def test_a_module_is_untouched_once_its_own_forward_is_back():
     assert kernels.untouched(module)
     own, module.forward = module.forward, lambda x: x
     assert not kernels.untouched(module)
+    module.forward = nn.RMSNorm(4).forward
+    assert not kernels.untouched(module), "another module's"
     module.forward = own
     assert kernels.untouched(module)
     hook = module.register_forward_pre_hook(lambda module, inputs: None)

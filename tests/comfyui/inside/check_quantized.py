@@ -5,6 +5,7 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
+import comfy.ops
 import torch
 from check_weights import write_lora
 from graph import call, close, core, counted, differs, encode, equal, folder, loaded, opened, picture, prepared, replaced, samples
@@ -109,6 +110,10 @@ def check_rows_in_8_bits_are_multiplied_as_they_are():
             out = layer(x)
             assert out.dtype == dtype
             close(out.float(), x.float() @ layer.weight.dequantize().float().T, 0.1, str(dtype))
+        rows = core("qwen21.kernels").quantize_rows(torch.randn(2, 5, layer.in_features))
+        expected, dense = layer(rows), layer.weight.dequantize()
+        with replaced(comfy.ops, "cast_bias_weight", lambda *args, **kwargs: (dense, None, None)):
+            close(layer(rows), expected, 1e-3, "with a weight that ComfyUI hands over dequantised")
     differs(plain["with a LoRA"], plain["alone"], 0.2)
 
 
