@@ -67,7 +67,7 @@ def _row_linear(operations):
             )
             try:
                 if not isinstance(weight, QuantizedTensor):  # as ComfyUI hands it to a device that it does not load to
-                    return F.linear((input.values.float() * input.scales[..., None]).to(weight.dtype), weight).to(input.dtype)
+                    return F.linear(input.dequantized().to(weight.dtype), weight).to(input.dtype)
                 return multiply_rows(input, *weight.layout_cls.get_plain_tensors(weight))
             finally:
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)

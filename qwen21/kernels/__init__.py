@@ -24,9 +24,14 @@ TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one
 
 def fusible(x: torch.Tensor) -> bool:
     """Whether kernels take `x`: on the current CUDA device if Triton works there, bfloat16 or float32, without gradients. torch.compile makes its own."""
-    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
+    return _launches_on(x, torch.bfloat16, torch.float32) and run_on(x.device)
+
+
+def _launches_on(x: torch.Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether a kernel for `dtypes` may be launched on `x`, which happens on the current device."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in dtypes or torch.is_grad_enabled():
         return False
-    return x.device.index == torch.cuda.current_device() and run_on(x.device)  # kernels are launched on the current device
+    return x.device.index == torch.cuda.current_device()
 
 
 @cache
@@ -46,9 +51,7 @@ def run_on(device: torch.device) -> bool:
 
 def kitchen_fits(x: torch.Tensor) -> bool:
     """Whether comfy-kitchen's kernels take `x`: on the current CUDA device, in half precision, without gradients."""
-    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled():
-        return False
-    return x.device.index == torch.cuda.current_device() and _kitchen_works()
+    return _launches_on(x, torch.bfloat16, torch.float16) and _kitchen_works()
 
 
 @cache
@@ -85,6 +88,10 @@ class Fp8Rows(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
+
+    def dequantized(self) -> torch.Tensor:
+        """The tensor (..., width) in float32."""
+        return self.values.float() * self.scales[..., None]
 
 
 def norm_scale(x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
