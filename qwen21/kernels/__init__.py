@@ -1,8 +1,8 @@
 """Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch, with norm and
-rotation by comfy-kitchen where that has kernels.
+rotation by comfy-kitchen where that has kernels. On Hopper GPUs unmasked attention is a kernel, too (hopper.py).
 
 Plain PyTorch is what the reference does, operation by operation, rounding after each. A kernel reads and writes each tensor once and rounds
-once, at the end, so in half precision it is closer to float32, not equal to the bit. Nothing here multiplies matrices.
+once, at the end, so in half precision it is closer to float32, not equal to the bit.
 """
 
 import logging
@@ -19,6 +19,8 @@ from ..rope import apply_rotary
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_CAPABILITY = (8, 9)  # of the first CUDA devices that compute in it
+HOPPER = (9, 0)  # compute capability
+LEAST_SCORES = 2**22  # queries times keys, a head: with fewer, PyTorch's attention is launched and done sooner
 TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one that devices flush to zero
 
 
@@ -182,6 +184,55 @@ def gather(x: torch.Tensor, fp8: bool = False) -> torch.Tensor | Fp8Rows:
             x = place(x, None, None, torch.empty_like(x, memory_format=torch.contiguous_format).transpose(1, 2)).transpose(1, 2)
     x = x.flatten(2)
     return quantize_rows(x) if fp8 else x
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Softmax attention in which every query sees every key: (batch, heads, tokens, head_dim), heads and tokens in any order in memory.
+
+    By a kernel on Hopper GPUs in bfloat16 where there is enough to do, with a token's heads together in its result; else by PyTorch."""
+    if fusible(q) and q.shape[2] * k.shape[2] >= LEAST_SCORES and _attends(q, k, v) and attention_runs_on(q.device):
+        return _hopper().attention(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _attends(*tensors: torch.Tensor) -> bool:
+    """Whether a Hopper GPU can fetch tiles of `tensors` by itself, 16 bytes at a time."""
+    return all(
+        x.dtype == torch.bfloat16
+        and x.device == tensors[0].device
+        and (x.shape[3], x.stride(3), x.data_ptr() % 16) == (128, 1, 0)
+        and all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:3])
+        for x in tensors
+    )
+
+
+@cache
+def attention_runs_on(device: torch.device) -> bool:
+    """Whether the kernel for attention works on `device`. Gluon, in which it is written, may change with any version of Triton: try and compare, once.
+
+    Raises torch.OutOfMemoryError, which says nothing about the device and is not remembered.
+    """
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(1, 2, tokens, 128, device=device, generator=generator).to(torch.bfloat16) for tokens in (200, 600, 600))
+    try:
+        error = (_hopper().attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)).norm() / v.norm()
+        if error.item() < 0.01:
+            return True
+        reason = f"its result is off by {error.item():.2g}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exception:  # PyTorch's or Triton's
+        reason = exception
+    logging.warning("Attention on %s is PyTorch's, for with this version of Triton the kernel for Hopper GPUs does not work: %s", device, reason)
+    return False
+
+
+def _hopper():
+    from . import hopper
+
+    return hopper
 
 
 def widen(values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

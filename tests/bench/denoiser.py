@@ -40,7 +40,7 @@ from qwen21.workspace import InlineCopies, Workspace
 HEAD, GAP, TEXT = 4, 3, 300  # text tokens: before the first reference, between two, in all
 STEPS = 3  # a timed call
 SIGMA = 0.7
-KERNELS = ("norm_scale", "residual", "residual_norm_scale", "swiglu", "place", "widen", "quantize_rows")
+KERNELS = ("norm_scale", "residual", "residual_norm_scale", "swiglu", "place", "attention", "widen", "quantize_rows")
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,10 @@ class Bench:
             self.ceiling(f"matmul, {parts} of {columns} columns", flops, lambda pieces=pieces: [F.linear(x, piece) for piece in pieces])
             self.ceiling(f"matmul, one of {parts * columns} columns", flops, lambda weight=weight: F.linear(x, weight))
 
-    def attention_rate(self, queries: int, keys: int, q_tokens_first: bool = False, kv_tokens_first: bool = False) -> float:
-        """Of PyTorch's choice, sustained; heads before tokens in memory unless told otherwise."""
+    def attention_rate(
+        self, queries: int, keys: int, q_tokens_first: bool = False, kv_tokens_first: bool = False, attention=F.scaled_dot_product_attention
+    ) -> float:
+        """Of PyTorch's choice or another, sustained; heads before tokens in memory unless told otherwise."""
         heads, dim = self.config.num_attention_heads, self.config.attention_head_dim
 
         def random(tokens: int, tokens_first: bool) -> torch.Tensor:
@@ -186,8 +188,9 @@ class Bench:
             return x if tokens_first else x.contiguous()
 
         q, k, v = random(queries, q_tokens_first), random(keys, kv_tokens_first), random(keys, kv_tokens_first)
-        name = f"attention {queries} x {keys}, queries {'BSHD' if q_tokens_first else 'BHSD'}, keys {'BSHD' if kv_tokens_first else 'BHSD'}"
-        return self.ceiling(name, 4 * queries * keys * heads * dim, lambda: F.scaled_dot_product_attention(q, k, v))
+        owner = "" if attention is F.scaled_dot_product_attention else ", ours"
+        name = f"attention {queries} x {keys}, queries {'BSHD' if q_tokens_first else 'BHSD'}, keys {'BSHD' if kv_tokens_first else 'BHSD'}{owner}"
+        return self.ceiling(name, 4 * queries * keys * heads * dim, lambda: attention(q, k, v))
 
     def memory_rate(self) -> float:
         """Bytes read and written a second by a device copy."""
@@ -320,8 +323,10 @@ def _never(nbytes: int, device: torch.device) -> bool:
     return False
 
 
-def _backend(backend: SDPBackend) -> Callable:
-    return lambda: sdpa_kernel(backend)
+@contextmanager
+def pytorchs_attention(backend: SDPBackend) -> Iterator[None]:
+    with plain(["attention"]), sdpa_kernel(backend):
+        yield
 
 
 WAYS = {
@@ -336,8 +341,8 @@ WAYS = {
     "ours, blocks compiled": nullcontext,
     **{f"ours, without {name}": lambda name=name: plain([name]) for name in KERNELS},
     "ours, queries tokens first": queries_tokens_first,
-    "ours, cuDNN attention": _backend(SDPBackend.CUDNN_ATTENTION),
-    "ours, flash attention": _backend(SDPBackend.FLASH_ATTENTION),
+    "ours, cuDNN attention": lambda: pytorchs_attention(SDPBackend.CUDNN_ATTENTION),
+    "ours, flash attention": lambda: pytorchs_attention(SDPBackend.FLASH_ATTENTION),
     "ours fp8": nullcontext,
     "ours fp8, plain PyTorch": plain,
 }
@@ -355,6 +360,7 @@ def ceilings(bench: Bench) -> list[dict]:
         keys = inputs.prefix_tokens + inputs.tokens
         for layout in ((False, False), (True, False), (False, True), (True, True)):
             bench.attention_rate(inputs.tokens, keys, *layout)
+        bench.attention_rate(inputs.tokens, keys, attention=kernels.attention)
     rows = [{"what": name, "tera_a_second": rate / 1e12} for name, rate in bench._ceilings.items()]
     if bench.device.type == "cuda":
         there = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
