@@ -1,5 +1,7 @@
 """ComfyUI's operations, which say of themselves what the core's kernels may take over while nothing has to be done to the weights first."""
 
+from contextlib import contextmanager
+
 import comfy.model_management
 import comfy.ops
 import torch
@@ -25,6 +27,23 @@ def with_kernels(operations):
     if getattr(operations, "_quant_config", None) is not None:
         parts["Linear"] = _row_linear(operations)
     return type("Operations", (operations,), parts)
+
+
+def with_lending(operations):
+    """`operations`, one of ComfyUI's sets, with a Conv2d that knows `lend`, as the core's autoencoder asks of it."""
+
+    class Conv2d(operations.Conv2d):
+        @contextmanager
+        def lend(self, x: torch.Tensor):
+            """Weight and bias as ComfyUI hands them over for `x`: loaded, patched and cast. Once given back, what it copied for the call may be overwritten."""
+            comfy.ops.run_every_op()
+            weight, bias, stream = comfy.ops.cast_bias_weight(self, x, offloadable=True)
+            try:
+                yield weight, bias if bias is self.bias else bias.clone()
+            finally:
+                comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+
+    return type("Operations", (operations,), {"Conv2d": Conv2d})
 
 
 def _row_linear(operations):
