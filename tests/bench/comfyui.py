@@ -218,7 +218,7 @@ class Bench:
         if "plain" in name:
             replaced = [(pack("qwen21.kernels"), "fusible"), (pack("qwen21.kernels"), "kitchen_fits")]
         if "product" in name:
-            replaced = [(pack("nodes.bridge_operations"), "multiplies_rows")]
+            replaced = [(pack("nodes.bridge_operations"), "_runs_on")]
         if "order" in name:
             replaced = [(pack("nodes.bridge_model"), "prefers_cudnn")]
 
