@@ -52,7 +52,9 @@ WAYS = (
     "ours, plain PyTorch",
     "ours, ComfyUI's order of attention kernels",
     "ours, prefix recomputed",
+    "ours, prefix compared before each step",
     "ours fp8",
+    "ours fp8, prefix compared before each step",
     "ours fp8, ComfyUI's product",
 )
 WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
@@ -216,18 +218,20 @@ class Bench:
             (model,) = outputs("nodes.prefix_cache", "Qwen21PrefixCache", model=model, budget_mb=0, device="off", precision="default")
         replaced = []
         if "plain" in name:
-            replaced = [(pack("qwen21.kernels"), "fusible"), (pack("qwen21.kernels"), "kitchen_fits")]
+            replaced = [(pack("qwen21.kernels"), "fusible", never), (pack("qwen21.kernels"), "kitchen_fits", never)]
         if "product" in name:
-            replaced = [(pack("nodes.bridge_operations"), "_runs_on")]
+            replaced = [(pack("nodes.bridge_operations"), "_runs_on", never)]
         if "order" in name:
-            replaced = [(pack("nodes.bridge_model"), "prefers_cudnn")]
+            replaced = [(pack("nodes.bridge_model"), "prefers_cudnn", never)]
+        if "compared" in name:
+            replaced = [(pack("nodes.bridge_prefix").Run, "denoised", lambda run, *parts: parts[-1](parts[-2]()))]
 
         def run() -> tuple[dict, str]:
             if "seen before" not in name:
                 model.model.diffusion_model.cache.tree.clear()
             with ExitStack() as stack:
-                for module, function in replaced:
-                    stack.enter_context(mock.patch.object(module, function, lambda x: False))
+                for replacement in replaced:
+                    stack.enter_context(mock.patch.object(*replacement))
                 return self.sample(model, latents, steps)
 
         return run
@@ -267,6 +271,10 @@ class Bench:
         if row["result"] != "done":
             unload()
         return row
+
+
+def never(x: object) -> bool:
+    return False
 
 
 def step_seconds(report: str) -> float:
