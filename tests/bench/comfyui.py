@@ -356,7 +356,7 @@ def encode(bench: Bench) -> list[dict]:
 
 
 def vae(bench: Bench) -> list[dict]:
-    """ComfyUI's calls of the autoencoder, with what they move between card and memory."""
+    """ComfyUI's calls of the autoencoder, with what they move between card and memory, and how far the results lie from those of its convolutions."""
     made, rows = pack("nodes.bridge_vae").load_vae(bench.checkpoint), []
     pixels = torch.from_numpy(np.array(bench.picture()))[None] / 255
     maps, latents = pack("qwen21.kernels.maps"), torch.randn(1, 64, bench.side, bench.side, generator=torch.Generator().manual_seed(1))
@@ -368,7 +368,10 @@ def vae(bench: Bench) -> list[dict]:
 
         ways = {"ours": run, "ours, ComfyUI's convolutions": lambda run=run: run(lambda conv, x: nullcontext())}
         timed = in_turn(ways, bench.device, bench.options.repeats)
-        rows += [{"what": f"{what}, {name}", **row, "peak_gib": peak_gib(ways[name], bench.device)} for name, row in timed.items()]
+        theirs = run(lambda conv, x: nullcontext())
+        for name, row in timed.items():
+            difference = relative_error(ways[name](), theirs)
+            rows.append({"what": f"{what}, {name}", **row, "peak_gib": peak_gib(ways[name], bench.device), "difference": difference})
     del made
     unload()
     return rows
