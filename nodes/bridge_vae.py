@@ -14,10 +14,11 @@ from ..qwen21 import kernels
 from ..qwen21.checkpoint import Checkpoint, meta_module
 from ..qwen21.config import VAEConfig
 from ..qwen21.vae import QwenImage21VAE
+from .bridge_operations import with_lending
 from .bridge_stored import state_dict
 
 # Bytes a pixel and byte of dtype, to decode and to encode, from the peaks that tests/bench/vae.py measures at the published widths, less weights:
-# with kernels (1.6 and 0.8 GiB for 1024 x 1024 in bfloat16), and without (6.6 and 2.3 GiB, the reference's).
+# with kernels (1.6 and 0.8 GiB for 1024 x 1024 in bfloat16), whose way is the core's here too, and without (6.6 and 2.3 GiB, the reference's).
 KERNEL_BYTES, PLAIN_BYTES = (900, 450), (3300, 1400)
 
 
@@ -37,7 +38,7 @@ class QwenImage21ComfyVAE(comfy.sd.VAE):
         self.vae_dtype = dtype or management.vae_dtype(self.device, self.working_dtypes)
         self.config = config
 
-        self.first_stage_model = QwenImage21VAE(config, comfy.ops.disable_weight_init).eval().to(self.vae_dtype)
+        self.first_stage_model = QwenImage21VAE(config, with_lending(comfy.ops.disable_weight_init)).eval().to(self.vae_dtype)
         management.archive_model_dtypes(self.first_stage_model)
         self.patcher = comfy.model_patcher.CoreModelPatcher(self.first_stage_model, load_device=self.device, offload_device=management.vae_offload_device())
         part = checkpoint.parts["vae"]

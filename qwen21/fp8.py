@@ -30,8 +30,7 @@ class Fp8Linear(nn.Module):
         self.weight = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
-    @property
-    def takes_rows(self) -> bool:
+    def takes_rows(self, x: torch.Tensor) -> bool:
         """Not under a LoRA (lora/attach.py), whose hook or changed weight multiplies the input itself."""
         return kernels.untouched(self)
 
@@ -60,9 +59,9 @@ def multiply_rows(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> 
     return out.view(*values.shape[:-1], -1).to(dtype)
 
 
-def takes_rows(*layers: nn.Module) -> bool:
-    """Whether all of `layers` take Fp8Rows, so that what they share is quantised once."""
-    return all(getattr(layer, "takes_rows", False) for layer in layers)
+def takes_rows(x: torch.Tensor, *layers: nn.Module) -> bool:
+    """Whether all of `layers` take Fp8Rows in place of `x`, so that what they share is quantised once. Most have nothing to say about it."""
+    return all((asked := getattr(type(layer), "takes_rows", None)) and asked(layer, x) for layer in layers)
 
 
 def already_quantized(part: Part) -> str:

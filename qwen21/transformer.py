@@ -121,7 +121,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor | Fp8Rows, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
         out = attend(self._split(self.to_q(x)), *self.keys_values(x), self)
-        return self.to_out[0](kernels.gather(out, takes_rows(self.to_out[0])))
+        return self.to_out[0](kernels.gather(out, takes_rows(out, self.to_out[0])))
 
 
 class SwiGLU(nn.Module):
@@ -133,13 +133,17 @@ class SwiGLU(nn.Module):
         self.gate_layer, self.proj = (operations.Linear(config.dim, hidden, bias=False, **factory) for _ in range(2))
         self.out = operations.Linear(hidden, config.dim, bias=False, **factory)
 
-    @property
-    def takes_rows(self) -> bool:
-        """Whether the input is best handed over in FP8."""
-        return takes_rows(self.gate_layer, self.proj)
+    def takes_rows(self, x: torch.Tensor) -> bool:
+        """Whether `x` is best handed over in FP8."""
+        return takes_rows(x, self.gate_layer, self.proj)
 
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        return self.out(kernels.swiglu(self.gate_layer(x), self.proj(x), takes_rows(self.out)))
+        return self.out(self._gated(x))
+
+    def _gated(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
+        """What goes into `out`. Both factors are let go of before it does."""
+        gate, up = self.gate_layer(x), self.proj(x)
+        return kernels.swiglu(gate, up, takes_rows(gate, self.out))
 
 
 class Block(nn.Module):
@@ -158,12 +162,12 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, modulation: Modulation, attend: Attend) -> torch.Tensor:
         """`x` and the result (batch, tokens, dim)."""
         branch = self.attn(self._attention_input(x, modulation), attend)
-        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2, self.img_mlp.takes_rows)
+        x, normed = kernels.residual_norm_scale(x, branch, modulation.gate1, self.img_norm2, modulation.scale2, takes_rows(x, self.img_mlp))
         x = kernels.residual(x, self.img_mlp(normed), modulation.gate2)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
 
     def _attention_input(self, x: torch.Tensor, modulation: Modulation) -> torch.Tensor | Fp8Rows:
-        return kernels.norm_scale(x, self.img_norm1, modulation.scale1, takes_rows(self.attn.to_q, self.attn.to_k, self.attn.to_v))
+        return kernels.norm_scale(x, self.img_norm1, modulation.scale1, takes_rows(x, self.attn.to_q, self.attn.to_k, self.attn.to_v))
 
 
 class Hooks:

@@ -1,9 +1,12 @@
 """Steps of the autoencoder around its convolutions, on feature maps (batch, channels, rows, columns), as kernels or in plain PyTorch.
 
 Tensor cores want a position's channels together in memory (channels_last). PyTorch's own norms and shortcuts are slow there, so the format
-is chosen only where the kernels run. They also take over the bias of a convolution that PyTorch would add in a pass of its own; a host's
-convolutions are called as they are.
+is chosen only where the kernels run. They also take over the bias of a convolution that PyTorch would add in a pass of its own. A host's
+convolutions take part if they have `lend(x)`: a context manager of the weight and bias that `x` is convolved with, of which the bias stays
+good after it ends. Others are called as they are.
 """
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +26,29 @@ def arranged(x: torch.Tensor) -> torch.Tensor:
 
 def convolve(conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """conv(x), and the bias that is still to be added, None if it has been. On the kernels' way 1x1 is a matrix product, and few outputs are padded."""
-    if not kernels.fusible(x) or type(conv) is not nn.Conv2d:
-        return conv(x), None
-    weight = conv.weight
-    if conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0):
-        return F.linear(x.permute(0, 2, 3, 1), weight[:, :, 0, 0], conv.bias).permute(0, 3, 1, 2), None
-    if conv.out_channels < FEWEST_OUTPUTS:
-        weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, FEWEST_OUTPUTS - conv.out_channels))
-    return F.conv2d(x, weight, None, conv.stride, conv.padding)[:, : conv.out_channels], conv.bias
+    with _lent(conv, x) as lent:
+        if lent is None:
+            return conv(x), None
+        weight, bias = lent
+        if conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0):
+            return F.linear(x.permute(0, 2, 3, 1), weight[:, :, 0, 0], bias).permute(0, 3, 1, 2), None
+        if conv.out_channels < FEWEST_OUTPUTS:
+            weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, FEWEST_OUTPUTS - conv.out_channels))
+        return F.conv2d(x, weight, None, conv.stride, conv.padding)[:, : conv.out_channels], bias
+
+
+def _lent(conv: nn.Module, x: torch.Tensor) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor | None] | None]:
+    """Of weight and bias to convolve `x` with, or of None where `conv` must be called: no kernels, or what it computes was changed from outside."""
+    if not kernels.fusible(x) or not isinstance(conv, nn.Conv2d) or not _untouched(conv):
+        return nullcontext()
+    if type(conv) is nn.Conv2d:
+        return nullcontext((conv.weight, conv.bias))
+    return conv.lend(x) if hasattr(conv, "lend") else nullcontext()
+
+
+def _untouched(conv: nn.Conv2d) -> bool:
+    """As kernels.untouched. Nodes for seamless tiles change how a convolution is padded, or replace what its `forward` calls."""
+    return kernels.untouched(conv) and conv.padding_mode == "zeros" and "_conv_forward" not in vars(conv)
 
 
 def convolved(conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,10 +88,9 @@ def upsampled_add(upsample: nn.Sequential, x: torch.Tensor, shortcut: nn.Module,
     if not kernels.fusible(x):
         return upsample(x) + shortcut(small)
     conv = upsample[1]
-    if type(conv) is not nn.Conv2d:
-        return _fused().upsampled_add(upsample(x), None, small, conv.out_channels, shortcut.frames, shortcut.repeats, phases=False)
-    y = F.conv2d(x, _phase_weights(conv.weight), padding=1)
-    return _fused().upsampled_add(y, conv.bias, small, conv.out_channels, shortcut.frames, shortcut.repeats, phases=True)
+    with _lent(conv, x) as lent:
+        y, bias = (upsample(x), None) if lent is None else (F.conv2d(x, _phase_weights(lent[0]), padding=1), lent[1])
+    return _fused().upsampled_add(y, bias, small, conv.out_channels, shortcut.frames, shortcut.repeats, phases=lent is not None)
 
 
 def _phase_weights(weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ the text encoder, of which only a stub is written without --encoder).
 
 Measures: "steps" (8 steps of the Sampler: a step without loading and prefix, and all of it), "error" (of one step, against float32), "memory"
 (4 steps and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much
-of the denoiser was on the card after sampling), "encode" (the text encoder, likewise). --limit-gib takes the rest of the card's memory away first.
+of the denoiser was on the card after sampling), "encode" (the text encoder, likewise), "vae" (a picture of 1024 x 1024, decoded and encoded, with
+the convolutions on the kernels' way and as ComfyUI has them). --limit-gib takes the rest of the card's memory away first.
 """
 
 import argparse
@@ -28,15 +29,15 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
-from measuring import arguments, in_turn, relative_error, take
+from measuring import arguments, in_turn, peak_gib, relative_error, take
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -51,7 +52,9 @@ WAYS = (
     "ours, plain PyTorch",
     "ours, ComfyUI's order of attention kernels",
     "ours, prefix recomputed",
+    "ours, prefix compared before each step",
     "ours fp8",
+    "ours fp8, prefix compared before each step",
     "ours fp8, ComfyUI's product",
 )
 WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
@@ -106,15 +109,23 @@ def pack(module: str):
 
 
 def outputs(module: str, node: str, **inputs) -> tuple:
-    """Of a node, called as ComfyUI calls it, with what it does after each."""
+    """Of a node, called as ComfyUI calls it."""
+    from comfy_api.latest import io
+
+    with node_done():
+        return getattr(pack(module), node).PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.unique_id: None}}).execute(**inputs).args
+
+
+@contextmanager
+def node_done() -> Iterator[None]:
+    """What ComfyUI does after each node."""
     import comfy.memory_management
     import comfy.model_management
     import comfy.model_prefetch
     import comfy_aimdo.model_vbar
-    from comfy_api.latest import io
 
     try:
-        return getattr(pack(module), node).PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.unique_id: None}}).execute(**inputs).args
+        yield
     finally:
         if comfy.memory_management.aimdo_enabled:
             comfy.model_management.reset_cast_buffers()
@@ -207,18 +218,20 @@ class Bench:
             (model,) = outputs("nodes.prefix_cache", "Qwen21PrefixCache", model=model, budget_mb=0, device="off", precision="default")
         replaced = []
         if "plain" in name:
-            replaced = [(pack("qwen21.kernels"), "fusible"), (pack("qwen21.kernels"), "kitchen_fits")]
+            replaced = [(pack("qwen21.kernels"), "fusible", never), (pack("qwen21.kernels"), "kitchen_fits", never)]
         if "product" in name:
-            replaced = [(pack("nodes.bridge_operations"), "multiplies_rows")]
+            replaced = [(pack("nodes.bridge_operations"), "_runs_on", never)]
         if "order" in name:
-            replaced = [(pack("nodes.bridge_model"), "prefers_cudnn")]
+            replaced = [(pack("nodes.bridge_model"), "prefers_cudnn", never)]
+        if "compared" in name:
+            replaced = [(pack("nodes.bridge_prefix").Run, "denoised", lambda run, *parts: parts[-1](parts[-2]()))]
 
         def run() -> tuple[dict, str]:
             if "seen before" not in name:
                 model.model.diffusion_model.cache.tree.clear()
             with ExitStack() as stack:
-                for module, function in replaced:
-                    stack.enter_context(mock.patch.object(module, function, lambda x: False))
+                for replacement in replaced:
+                    stack.enter_context(mock.patch.object(*replacement))
                 return self.sample(model, latents, steps)
 
         return run
@@ -258,6 +271,10 @@ class Bench:
         if row["result"] != "done":
             unload()
         return row
+
+
+def never(x: object) -> bool:
+    return False
 
 
 def step_seconds(report: str) -> float:
@@ -338,7 +355,29 @@ def encode(bench: Bench) -> list[dict]:
     return rows
 
 
-MEASURES = {"steps": steps, "error": error, "memory": memory, "encode": encode}
+def vae(bench: Bench) -> list[dict]:
+    """ComfyUI's calls of the autoencoder, with what they move between card and memory, and how far the results lie from those of its convolutions."""
+    made, rows = pack("nodes.bridge_vae").load_vae(bench.checkpoint), []
+    pixels = torch.from_numpy(np.array(bench.picture()))[None] / 255
+    maps, latents = pack("qwen21.kernels.maps"), torch.randn(1, 64, bench.side, bench.side, generator=torch.Generator().manual_seed(1))
+    for what, given in (("decode", latents), ("encode", pixels)):
+
+        def run(lent=maps._lent, what=what, given=given) -> torch.Tensor:
+            with mock.patch.object(maps, "_lent", lent), node_done():
+                return getattr(made, what)(given)
+
+        ways = {"ours": run, "ours, ComfyUI's convolutions": lambda run=run: run(lambda conv, x: nullcontext())}
+        timed = in_turn(ways, bench.device, bench.options.repeats)
+        theirs = run(lambda conv, x: nullcontext())
+        for name, row in timed.items():
+            difference = relative_error(ways[name](), theirs)
+            rows.append({"what": f"{what}, {name}", **row, "peak_gib": peak_gib(ways[name], bench.device), "difference": difference})
+    del made
+    unload()
+    return rows
+
+
+MEASURES = {"steps": steps, "error": error, "memory": memory, "encode": encode, "vae": vae}
 
 
 def main() -> None:

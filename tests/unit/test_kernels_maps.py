@@ -1,6 +1,7 @@
 """The autoencoder's Triton kernels against plain PyTorch: on a GPU if there is one, else in Triton's interpreter."""
 
 import copy
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -94,15 +95,74 @@ def test_few_outputs_are_padded_and_1x1_is_no_convolution(monkeypatch):
     assert [call.args[1].shape[0] for call in conv2d.call_args_list] == [32, 32, 40]
 
 
+class HostConv(nn.Conv2d):
+    """A host's: its weights are no use in its own hands."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class LendingConv(HostConv):
+    """Lends what it computes with, and takes back the weight."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.lent, self.back = [], 0
+
+    @contextmanager
+    def lend(self, x):
+        self.lent.append(2 * self.weight)
+        try:
+            yield self.lent[-1], None if self.bias is None else 2 * self.bias
+        finally:
+            self.lent[-1].fill_(torch.nan)
+            self.back += 1
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_convolutions_of_a_host_are_called(both, kernel):
-    class HostConv(nn.Conv2d):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
     conv = HostConv(8, 4, kernel, device=DEVICE)
     x = random(1, 8, 6, 5)
     assert all(close(y, 2 * nn.Conv2d.forward(conv, x)) for y in both(lambda x: maps.convolved(conv, x), x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel, outputs", [(1, 12), (3, 12), (3, 40)])
+def test_convolutions_of_a_host_that_lends_are_as_the_cores_own(both, kernel, outputs, bias):
+    conv = LendingConv(8, outputs, kernel, padding=kernel // 2, bias=bias, device=DEVICE)
+    x, shortcut = random(1, 8, 6, 5), random(1, outputs, 6, 5, seed=2)
+    ours, theirs = both(lambda x, shortcut: maps.add(*maps.convolve(conv, x), shortcut), x, shortcut)
+    assert close(ours, theirs) and conv.back == len(conv.lent) == 1
+
+
+def test_a_lent_weight_is_given_back_when_the_convolution_raises(monkeypatch):
+    monkeypatch.setattr(kernels, "fusible", lambda x: True)
+    upsample = nn.Sequential(nn.Upsample(scale_factor=2.0), LendingConv(8, 8, 3, padding=1, device=DEVICE))
+    for number, run in enumerate((lambda x: maps.convolve(upsample[1], x), lambda x: maps.upsampled_add(upsample, x, None, x)), start=1):
+        with pytest.raises(RuntimeError, match="channels"):
+            run(random(1, 7, 4, 4))
+        assert upsample[1].back == len(upsample[1].lent) == number
+
+
+CHANGES = {
+    "circular padding": lambda conv: setattr(conv, "padding_mode", "circular"),
+    "a hook": lambda conv: conv.register_forward_hook(lambda module, inputs, y: 2 * y),
+    "another forward": lambda conv: setattr(conv, "forward", lambda x: nn.Conv2d.forward(conv, 3 * x)),
+    "another convolution": lambda conv: setattr(conv, "_conv_forward", lambda x, weight, bias: nn.functional.conv2d(3 * x, weight, bias, padding=1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [nn.Conv2d, LendingConv])
+def test_a_convolution_that_was_changed_is_called(both, kind, change):
+    conv = kind(8, 8, 3, padding=1, device=DEVICE)
+    upsample, shortcut = nn.Sequential(nn.Upsample(scale_factor=2.0), conv), ChannelRepeat(8, 8, False)
+    x = random(1, 8, 4, 4)
+    before = conv(x)
+    CHANGES[change](conv)
+    ours, theirs = both(lambda x: maps.convolved(conv, x), x)
+    assert close(ours, theirs) and not close(ours, before)
+    assert close(*both(lambda x: maps.upsampled_add(upsample, x, shortcut, x), x))
 
 
 @pytest.mark.parametrize("outputs", [8, 12])
@@ -116,16 +176,14 @@ def test_a_residual_block(both, outputs):
 
 @pytest.mark.parametrize("temporal", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 8), (12, 6)])
-@pytest.mark.parametrize("host", [False, True])
-def test_upsampling(both, inputs, outputs, temporal, host):
-    class HostConv(nn.Conv2d):
-        pass
-
-    conv = (HostConv if host else nn.Conv2d)(outputs, outputs, 3, padding=1, device=DEVICE)
+@pytest.mark.parametrize("kind", [nn.Conv2d, HostConv, LendingConv])
+def test_upsampling(both, inputs, outputs, temporal, kind):
+    conv = kind(outputs, outputs, 3, padding=1, device=DEVICE)
     upsample = nn.Sequential(nn.Upsample(scale_factor=2.0, mode="nearest-exact"), conv)
     shortcut = ChannelRepeat(inputs, outputs, temporal)
     h, small = random(2, outputs, 3, 5), random(2, inputs, 3, 5, seed=1)
     assert close(*both(lambda h, small: maps.upsampled_add(upsample, h, shortcut, small), h, small))
+    assert kind is not LendingConv or conv.back == len(conv.lent) == 1
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "factor", "temporal"), [(8, 8, 2, False), (8, 16, 2, True), (8, 8, 2, True), (8, 8, 1, False), (8, 4, 1, False)])

@@ -111,10 +111,54 @@ def check_rows_in_8_bits_are_multiplied_as_they_are():
             assert out.dtype == dtype
             close(out.float(), x.float() @ layer.weight.dequantize().float().T, 0.1, str(dtype))
         rows = core("qwen21.kernels").quantize_rows(torch.randn(2, 5, layer.in_features))
-        expected, dense = layer(rows), layer.weight.dequantize()
-        with replaced(comfy.ops, "cast_bias_weight", lambda *args, **kwargs: (dense, None, None)):
-            close(layer(rows), expected, 1e-3, "with a weight that ComfyUI hands over dequantised")
+        lent_as_it_is(layer, rows)
     differs(plain["with a LoRA"], plain["alone"], 0.2)
+
+
+def lent_as_it_is(layer, rows) -> None:
+    """ComfyUI hands over a weight that lies elsewhere, and gets it back; it is not asked about one that lies where the rows do."""
+    weight, expected, raising = layer.weight, layer(rows), rows._replace(values=rows.values[..., 1:])
+    with counted(comfy.ops, "uncast_bias_weight") as back, replaced(comfy.ops, "cast_bias_weight", lambda *args, **kwargs: (weight, None, None)):
+        equal(layer(rows), expected)
+        assert not back
+        layer.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+        equal(layer(rows), expected)
+        try:
+            layer(raising)
+            raise AssertionError("it did not raise")
+        except RuntimeError:
+            assert len(back) == 2
+        finally:
+            layer.weight = weight
+
+
+def check_rows_are_taken_where_the_input_is():
+    """Not where ComfyUI loads to, and not where a gradient is wanted."""
+    network = call("Qwen21Loader", checkpoint="random", weight_dtype="fp8")[0].model.diffusion_model
+    attention, takes_rows = network.transformer_blocks[0].attn, core("qwen21.fp8").takes_rows
+    layers = attention.to_q, attention.to_k
+    for layer in layers:
+        layer._full_precision_mm = layer.comfy_force_cast_weights = False  # the second as ComfyUI loads a model
+    here, elsewhere = torch.zeros(1, layer.in_features), torch.zeros(1, layer.in_features, device="meta")
+    assert not takes_rows(here, *layers)
+    with replaced(core("nodes.bridge_operations"), "_runs_on", lambda device: device.type == "cpu"):
+        assert takes_rows(here, *layers) and not takes_rows(elsewhere, *layers) and not takes_rows(here, layer, network.img_in)
+        with torch.inference_mode(False):
+            assert not takes_rows(torch.zeros(1, layer.in_features, requires_grad=True), layer)
+        for name, value in (
+            ("_full_precision_mm", True),
+            ("comfy_force_cast_weights", True),
+            ("weight_function", [None]),
+            ("quant_format", "nvfp4"),
+            ("forward", lambda x: x),
+        ):
+            with replaced(layer, name, value):
+                assert not takes_rows(here, *layers), name
+        for name in ("bias", "input_scale", "pre_quant_scale"):
+            layer.register_parameter(name, torch.nn.Parameter(torch.ones(1), requires_grad=False))
+            assert not takes_rows(here, *layers), name
+            layer.register_parameter(name, None)
+        assert takes_rows(here, *layers)
 
 
 def check_a_quantised_denoiser_stays_as_it_is():
