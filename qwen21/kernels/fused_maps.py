@@ -1,7 +1,8 @@
 """The Triton kernels of the autoencoder, on feature maps whose channels lie together (channels_last). Imported only where Triton is.
 
 A program takes some positions and all or some of their channels, computes in float32 and rounds once. Sizes that follow the picture are not
-specialised on, so that a new size compiles nothing.
+specialised on, so that a new size compiles nothing; `elements` is, for it is a multiple of the channels, and a kernel that knows it reads 16
+bytes at once.
 """
 
 import torch
@@ -32,7 +33,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _add_kernel(x, bias, shortcut, elements, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+def _add_kernel(x, bias, shortcut, elements: tl.int64, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
     values = tl.load(x + at, mask, other=0.0).to(tl.float32) + tl.load(shortcut + at, mask, other=0.0).to(tl.float32)

@@ -240,10 +240,10 @@ class Bench:
         return steps
 
     def prefill(self, inputs: Inputs, model: QwenImage21Transformer | None = None) -> PrefixKV:
-        return (model or self.model).prefill(inputs.context, inputs.slots, inputs.references)
+        return (self.model if model is None else model).prefill(inputs.context, inputs.slots, inputs.references)
 
     def reference_step(self, inputs: Inputs, cache: QwenImage21KVCache, mode: str, model=None) -> torch.Tensor:
-        out = (model or self.reference)(**inputs.reference_arguments(SIGMA), kv_cache=cache, kv_cache_mode=mode)[0]
+        out = (self.reference if model is None else model)(**inputs.reference_arguments(SIGMA), kv_cache=cache, kv_cache_mode=mode)[0]
         return out[:, -inputs.tokens :].transpose(1, 2).unflatten(2, inputs.target.shape[2:])
 
     def way(self, name: str, inputs: Inputs) -> Callable[[], torch.Tensor]:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from unit.devices import DEVICES
 from unit.layouts import Layout, allowed, layouts, picture, seeds
 
 from qwen21.attention import causal_attention, prefix_attention
@@ -49,7 +50,7 @@ def test_with_earlier_tokens_equals_the_last_rows_of_the_dense_mask(before, afte
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 300), (3, 1030), (100, 333), (287, 287)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))])
+@pytest.mark.parametrize("device", DEVICES)
 def test_text_sees_the_keys_up_to_its_own_with_every_kernel(device, dtype, queries, keys):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 4, tokens, 64, generator=generator).to(device, dtype) for tokens in (queries, keys + 5, keys + 5))

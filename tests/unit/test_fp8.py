@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from unit.devices import DEVICES
 from unit.layouts import picture
 from unit.lora_files import LAYERS, random_factors
 
@@ -14,7 +15,6 @@ from qwen21.fp8 import SENSITIVE, Fp8Linear, quantize_linears
 from qwen21.lora import Change, Lora, attach
 from qwen21.lora.updates import Difference, LowRank
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))]
 HALF_ULP = 2**-4
 
 

@@ -56,7 +56,7 @@ for channels in (96, 144, 1152):
     block = triton.next_power_of_2(channels)
     norm = {"gamma": half, "out": half, "factor": "fp32", "eps": "fp32", "CHANNELS": channels, "BLOCK": block, "POSITIONS": max(4096 // block, 1)}
     show("rms_norm", fused_maps._rms_norm_kernel, ("positions",), 4, x=half, bias=half, positions="i32", **norm, BIAS=True, SILU=True)
-    show("add", fused_maps._add_kernel, (), 8, x=half, bias=half, shortcut=half, elements="i32", CHANNELS=channels, BLOCK=4096, BIAS=True)
+    show("add", fused_maps._add_kernel, (), 8, x=half, bias=half, shortcut=half, elements="i64", CHANNELS=channels, BLOCK=4096, BIAS=True)
     sizes = dict.fromkeys(("positions", "rows", "columns"), "i32")
     tile = dict(zip(("BLOCK", "POSITIONS"), fused_maps._tile(channels)), CHANNELS=channels, INPUTS=channels, FRAMES=2, BIAS=True)
     show("upsampled_add", fused_maps._upsampled_add_kernel, tuple(sizes), 4, x=half, bias=half, small=half, out=half, **sizes, **tile, REPEATS=8, PHASES=True)

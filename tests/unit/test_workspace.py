@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.devices import needs_cuda
 from unit.layouts import picture
 
 from qwen21.checkpoint import Checkpoint
@@ -228,7 +229,7 @@ def test_steps_of_a_run_share_it(transformer):
             assert torch.equal(transformer.denoise(noisy, sigma, prefix, workspace=workspace), transformer.denoise(noisy, sigma, prefix))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("place", ["host", "device", "both"])
 @pytest.mark.parametrize("ample", [False, True])
@@ -252,7 +253,7 @@ def test_on_a_side_stream(transformer, precision, place, ample):
         assert torch.equal(model.denoise(noisy, 0.5, prefix, workspace=ahead), expected)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_a_slice_of_pinned_memory_is_pinned():
     stored = part(4, 0).layers[0][0].to(torch.device("cuda")).to(torch.device("cpu"))
     assert stored.values.is_pinned() and stored.slice(1, 3).values.is_pinned()
