@@ -34,12 +34,11 @@ from ..qwen21.workspace import SideStreamCopies
 from .bridge_fp8 import fp8_weights
 from .bridge_hooks import PREFIX_OPTION, HostHooks, residuals_of, rows_of
 from .bridge_operations import with_kernels
-from .bridge_prefix import CACHE_OPTION, CacheSettings, Groups, Run, RunPrefix, TextKeys
+from .bridge_prefix import CACHE_OPTION, CacheSettings, Run, RunPrefix, TextKeys
 from .bridge_stored import finish, quantization_of, state_dict
 from .common import LATENT_CHANNELS, LATENT_RATIO
 
 PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_text(encoding="utf-8"))
-FOREIGN = ("patches", "patches_replace", "optimized_attention_override")  # transformer_options with functions that run in the midst of the model
 
 
 def host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transformer_options: dict) -> torch.Tensor:
@@ -92,30 +91,22 @@ class Denoiser(QwenImage21Transformer):
             hooks = HostHooks(transformer_options, None, [], layers, is_prefix=True) if hooked else Hooks()
             return self.prefill(context, slots, references, past, attention, hooks)
 
-        def groups() -> Groups:
-            found: list[tuple[list[int], RunPrefix]] = []
-            for row in range(context.shape[0]):
-                parts = context[row : row + 1], slots, [latents[row : row + 1] for latents in references]
-                rows = next((rows for rows, prefix in found if prefix.is_made_of(*parts)), None)
-                if rows is None:
-                    found.append(([row], self._prefix(*parts, text_keys, settings, prefill)))
-                else:
-                    rows.append(row)
-            return found
-
-        def denoise(groups: Groups) -> torch.Tensor:
-            out = torch.empty_like(x)
-            for rows, prefix in groups:
-                noisy = rows_of(x, rows)
-                hooks = HostHooks(transformer_options, noisy, residuals_of(control, rows), layers)
-                velocity = self.denoise(noisy, rows_of(timesteps, rows), prefix.kv, attention, hooks, self.run.workspace)
-                for row, one in zip(rows, velocity):
-                    out[row] = one
-            return out
-
-        if any(transformer_options.get(name) for name in FOREIGN):  # what others wrote may count its calls: nothing is done twice
-            return denoise(groups())
-        return self.run.denoised(context, slots, references, text_keys, settings, groups, denoise)
+        groups: list[tuple[list[int], RunPrefix]] = []
+        for row in range(context.shape[0]):
+            parts = context[row : row + 1], slots, [latents[row : row + 1] for latents in references]
+            rows = next((rows for rows, prefix in groups if prefix.is_made_of(*parts)), None)
+            if rows is None:
+                groups.append(([row], self._prefix(*parts, text_keys, settings, prefill)))
+            else:
+                rows.append(row)
+        out = torch.empty_like(x)
+        for rows, prefix in groups:
+            noisy = rows_of(x, rows)
+            hooks = HostHooks(transformer_options, noisy, residuals_of(control, rows), layers)
+            velocity = self.denoise(noisy, rows_of(timesteps, rows), prefix.kv, attention, hooks, self.run.workspace)
+            for row, one in zip(rows, velocity):
+                out[row] = one
+        return out
 
     def _prefix(self, *parts) -> RunPrefix:
         """Run.prefix; when memory runs out, the cache gives way and it is tried once more."""

@@ -11,7 +11,6 @@ import torch
 from ..qwen21.prefix import PrefixKV
 from ..qwen21.prefix_cache import PrefixCache, digest, prefix_items
 from ..qwen21.workspace import Workspace
-from .bridge_hooks import rows_of
 
 CACHE_DEVICES = ("auto", "gpu", "cpu", "off")
 CACHE_OPTION = "qwen21_prefix_cache"  # in a model's transformer_options
@@ -72,30 +71,6 @@ class RunPrefix:
         )
 
 
-# Rows of a batch, and the prefix they share.
-Groups = Sequence[tuple[list[int], RunPrefix]]
-
-
-def are_made_of(groups: Groups, context: torch.Tensor, references: list[torch.Tensor]) -> torch.Tensor:
-    """Whether the rows of a batch hold what `groups` were made of, with shapes known to fit: a bool on their device."""
-    pairs = [(rows, mine, batch) for rows, prefix in groups for mine, batch in zip([prefix.context, *prefix.references], [context, *references])]
-    return torch.stack([(rows_of(batch, rows) == mine).all() for rows, mine, batch in pairs]).all()
-
-
-def arriving(flag: torch.Tensor) -> Callable[[], bool]:
-    """A function that gives the value of `flag`. It waits until the device has come to the point where it was asked for, not for what was queued since."""
-    if not flag.is_cuda:
-        return lambda: bool(flag)
-    copy, event = flag.to("cpu", non_blocking=True), torch.cuda.Event()
-    event.record(torch.cuda.current_stream(flag.device))
-
-    def value() -> bool:
-        event.synchronize()
-        return bool(copy)
-
-    return value
-
-
 @dataclass
 class Run:
     """One sampling run over a model's `cache`, from ComfyUI's pre_run to its cleanup.
@@ -107,7 +82,6 @@ class Run:
     weights: Hashable | None = None
     started: float | None = None  # time.perf_counter() at the first call, when the model is loaded
     prefixes: list[RunPrefix] = field(default_factory=list)
-    expected: dict[Hashable, Groups] | None = field(default_factory=dict)  # by the look of a call; None once one looked alike and differed
     held: ExitStack = field(default_factory=ExitStack)
     workspace: Workspace = field(default_factory=Workspace)
 
@@ -123,7 +97,7 @@ class Run:
         known = next((prefix for prefix in self.prefixes if prefix.is_made_of(context, slots, references)), None)
         if known is not None:
             return known
-        if not self._keeps(settings):
+        if self.weights is None or settings.device == "off":
             return RunPrefix(context, slots, references, prefill(context, slots, references, PrefixKV()))
         keys = (text and text.of(context)) or [digest(state) for state in context[0].cpu()]  # all at once: the host waits for every copy
         items = prefix_items(keys, slots, [(*latents.shape[2:], digest(latents)) for latents in references])
@@ -139,38 +113,9 @@ class Run:
         self.prefixes.append(prefix)
         return prefix
 
-    def denoised(
-        self,
-        context: torch.Tensor,
-        slots: list[int],
-        references: list[torch.Tensor],
-        text: TextKeys | None,
-        settings: CacheSettings,
-        groups: Callable[[], Groups],
-        denoise: Callable[[Groups], torch.Tensor],
-    ) -> torch.Tensor:
-        """denoise(groups()) of a call with such rows. To tell their groups by content, the host has to wait for the device at every step; so they are
-        taken for those of the last call that looked alike, and compared while all is queued. If they differ after all, it is done again."""
-        look = settings, text, tuple(slots), tuple((part.shape, part.dtype, part.device) for part in (context, *references))
-        known = (self.expected or {}).get(look)
-        if known is not None:
-            right = arriving(are_made_of(known, context, references))
-            out = denoise(known)
-            if right():
-                return out
-            self.expected = None
-        found = groups()
-        if self.expected is not None and self._keeps(settings):
-            self.expected[look] = found
-        return denoise(found)
-
-    def _keeps(self, settings: CacheSettings) -> bool:
-        return self.weights is not None and settings.device != "off"
-
     def close(self) -> None:
         """Let go of what this run held; the cache keeps it within its budget."""
         self.prefixes.clear()
-        self.expected = None
         self.held.close()
         self.workspace = Workspace()
 

@@ -31,8 +31,7 @@ class Guider(comfy.samplers.CFGGuider):
         self.guided_above = float(sigmas[guided_steps - 1 : guided_steps + 1].mean()) if 0 < guided_steps < len(sigmas) - 1 else (-1.0 if guided_steps else 2.0)
 
     def predict_noise(self, x, timestep, model_options={}, seed=None):
-        # In this order: the host waits for the last.
-        guided = self.cfg != 1 and self.guided_above < 2 and (self.guided_above < 0 or float(timestep.max()) > self.guided_above)
+        guided = self.cfg != 1 and float(timestep.max()) > self.guided_above  # in this order: the host waits for the second
         cfg = self.cfg if guided else 1.0
         negative, positive = self.conds.get("negative"), self.conds.get("positive")
         return comfy.samplers.sampling_function(self.inner_model, x, timestep, negative, positive, cfg, model_options=model_options, seed=seed)

@@ -14,7 +14,6 @@ from graph import (
     core_sigmas,
     core_vae,
     core_velocity,
-    counted,
     differs,
     equal,
     loaded,
@@ -235,62 +234,6 @@ def check_rows_that_have_prefixes_of_their_own():
     noise = torch.randn(3, 64, 6, 4, generator=torch.manual_seed(7))
     for row, conditioning in enumerate((positive, other, positive)):
         close(found[row : row + 1], core_samples(conditioning, None, latent, noise=noise[row : row + 1]), what=f"row {row}")
-
-
-def check_steps_do_not_wait_for_a_comparison():
-    """The prefixes of the first step are taken for those of the others; that it was right is looked up after each."""
-    positive, negative, latent = prepared("a red star", "blurry, dark", 1, batch_size=2)
-    foreign = [[[states, {key: value for key, value in extra.items() if key != "qwen21_text"}] for states, extra in c] for c in (positive, negative)]
-    model, prefix = loaded()[0], core("nodes.bridge_prefix")
-    for name, conditionings in {"Encode's": (positive, negative), "other nodes'": foreign}.items():
-        counts = []
-        for steps in (1, 3):
-            with counted(prefix.RunPrefix, "is_made_of") as compared, counted(prefix, "arriving") as looked_up:
-                samples(model, *conditionings, latent, steps=steps, cfg=2.0)
-            counts.append((len(compared), len(looked_up)))
-        (first, none), (all_three, later) = counts
-        assert first == all_three and none == 0 and later >= 2, f"{name}: {counts}"
-
-
-def check_prefixes_that_a_wrapper_changes_in_mid_run():
-    """The first change is noticed after the step, which is done again; later ones before."""
-    positive, negative, latent = prepared("a red star", pictures=1)
-    second, _, _ = prepared("a wet road", pictures=1)
-    assert second[0][0].shape == positive[0][0].shape
-    sigmas = core_sigmas(6, 4, 6)
-    darker = [[positive[0][0], positive[0][1] | {"reference_latents": [0.5 * one for one in positive[0][1]["reference_latents"]]}]]
-    order = (0, 0, 1, 0, 1, 0)
-    for name, other, changed in (("text", second, {0: second[0][0]}), ("picture", darker, {1: core_vae().normalize(darker[0][1]["reference_latents"][0])})):
-        velocities, model, calls = (core_velocity(positive), core_velocity(other)), loaded()[0].clone(), []
-
-        def change(executor, x, timesteps, context, references, *args, calls=calls, changed=changed, **kwargs):
-            if order[len(calls)]:
-                context, references = changed.get(0, context), [changed[1]] if 1 in changed else references
-            calls.append(0)
-            return executor(x, timesteps, context, references, *args, **kwargs)
-
-        model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", change)
-        with counted(model.model.diffusion_model, "denoise") as denoised:
-            found = samples(model, positive, negative, latent, steps=6)
-        assert len(denoised) == 7, len(denoised)
-        noise = core_noise(latent)
-        for step, which in enumerate(order):
-            noise = core("qwen21.sampling").euler(noise, sigmas[step : step + 2], velocities[which])
-        close(found, core_vae().denormalize(noise), what=name)
-
-
-def check_hooks_are_called_once_a_step():
-    """Even where a wrapper's change of the prefix is noticed late without them."""
-    positive, negative, latent = prepared("a red star", pictures=1)
-    model, seen = loaded()[0].clone(), []
-
-    def scale(executor, x, timesteps, context, *args, **kwargs):
-        return executor(x, timesteps, context * (1 + len(seen)), *args, **kwargs)
-
-    model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", scale)
-    model.set_model_patch(lambda args: seen.append(0) or {"img": args["img"]}, "post_input")
-    samples(model, positive, negative, latent)
-    assert len(seen) == 3, len(seen)
 
 
 def check_cfg_until():
