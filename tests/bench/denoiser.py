@@ -19,8 +19,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from diffusers.models import QwenImage21Transformer2DModel
-from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache, QwenImage21Rope
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from measuring import arguments, device_ms, in_turn, peak_gib, profile_rows, relative_error, sustained_ms, take
+from reference import reference_transformer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -122,18 +123,7 @@ class Bench:
     def reference(self) -> QwenImage21Transformer2DModel:
         """The reference's model over the same weights."""
         if self._reference is None:
-            c = self.config
-            with meta_parameters():
-                self._reference = QwenImage21Transformer2DModel(
-                    num_layers=c.num_layers,
-                    attention_head_dim=c.attention_head_dim,
-                    num_attention_heads=c.num_attention_heads,
-                    context_in_dim=c.context_in_dim,
-                    axes_dims_rope=c.axes_dims_rope,
-                )
-            self._reference.load_state_dict(self.model.state_dict(), assign=True)
-            self._reference.pos_embed = QwenImage21Rope(theta=10000, axes_dim=list(c.axes_dims_rope))
-            self._reference.eval()
+            self._reference = reference_transformer(self.model)
         return self._reference
 
     @property

@@ -1,14 +1,17 @@
 """From prompt and pictures to RGBA, stage by stage, with every part at the published size.
 
-    python tests/bench/pictures.py [--size small|full] [--device cpu|cuda] [--only "text to image"] [--repeats 3] [--json]
+    python tests/bench/pictures.py [--size small|full] [--device cpu|cuda] [--only "text to image"] [--way ours] [--repeats 3] [--json]
 
 Random weights around the tiny checkpoint's tokenizer, so the pictures are noise and the work is the model's. "small" is the tiny checkpoint itself.
 A prompt is new in every run, and parts stay loaded; `seconds` leaves loading out. "text to image": 1024 x 1024, 40 steps. "edit": one
-reference, 8 Turbo steps, first with a new picture, then another prompt on it, then another seed.
+reference, 8 Turbo steps, first with a new picture, then another prompt on it, then another seed. The reference is diffusers' pipeline, called as a
+whole over the weights of ours, with its cache of keys and values: it has no stages and remembers nothing from one picture to the next.
 """
 
 import argparse
 import statistics
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -21,9 +24,10 @@ from qwen21.checkpoint import Checkpoint, meta_module
 from qwen21.config import TransformerConfig
 from qwen21.inferred import transformer_config, vae_config
 from qwen21.pipeline import Pipeline, Report, Request
+from qwen21.schedule import TURBO_SIGMAS
 
 WORDS = "a red star over two blue circles beside the green square under one yellow moon".split()
-WAYS = ("ours", "ours fp8")
+WAYS = ("reference", "ours", "ours fp8")
 ENCODER = {
     "text_config": {
         "num_hidden_layers": 36,
@@ -85,24 +89,57 @@ class Bench:
         dtype = torch.bfloat16 if full else torch.float32
         self.side = 1024 if full else 64
         checkpoint = lambda: Published(self.device) if full else Checkpoint("tiny")
-        self.pipelines = {name: Pipeline(checkpoint(), self.device, dtype, keep=True, fp8="fp8" in name) for name in WAYS}
+        self.pipelines = {name: Pipeline(checkpoint(), self.device, dtype, keep=True, fp8="fp8" in name) for name in WAYS if name != "reference"}
+        self._reference = None
         self._prompts = 0
 
-    def prompt(self) -> str:
-        """Of about 60 words, with a beginning that none before it had."""
+    @property
+    def reference(self):
+        """diffusers' pipeline over the weights of ours."""
+        if self._reference is None:
+            transformer, vae, encoder = (self.pipelines["ours"]._part(name, Report()) for name in ("transformer", "vae", "text_encoder"))
+            self._reference = _diffusers().reference_pipeline(transformer, vae, encoder.model)
+        return self._reference
+
+    def prompt(self, words: int = 60) -> str:
+        """Of about so many words, with a beginning that none before it had."""
         self._prompts += 1
-        return f"{self._prompts} " + " ".join(WORDS[(self._prompts * 7 + i * i) % len(WORDS)] for i in range(60))
+        return f"{self._prompts} " + " ".join(WORDS[(self._prompts * 7 + i * i) % len(WORDS)] for i in range(words))
 
     def picture(self, seed: int) -> Image.Image:
         levels = np.random.default_rng(seed).integers(0, 256, (self.side, self.side, 4), dtype=np.uint8)
         return Image.fromarray(levels)
 
     def seconds(self, way: str, seed: int = 0, **request) -> dict[str, float]:
-        """Of each stage but loading."""
+        """Of each stage but loading; of the reference, of all of it."""
+        if way == "reference":
+            return {"all": self.reference_seconds(seed, **request)}
         made = Report()
         for _ in self.pipelines[way].generate(Request(resolution=self.side, **request), [seed], made):
             pass
         return {stage: seconds for stage, seconds in made.seconds.items() if stage != "load"}
+
+    def reference_seconds(self, seed: int, prompt: str, schedule: str, steps: int = len(TURBO_SIGMAS), pictures: Sequence[Image.Image] = ()) -> float:
+        """From prompt and pictures to a picture."""
+        pipeline, turbo = self.reference, schedule == "turbo"
+        pipeline.scheduler = _diffusers().scheduler(turbo)
+        began = time.perf_counter()
+        pipeline(
+            prompt,
+            image=list(pictures) or None,
+            num_inference_steps=steps,
+            sigmas=list(TURBO_SIGMAS) if turbo else None,
+            generator=torch.Generator().manual_seed(seed),
+            output_resolution=self.side,
+        )
+        return time.perf_counter() - began  # the picture is in host memory
+
+
+def _diffusers():
+    """Which ComfyUI's Python, that takes `Published` from here, has not."""
+    import reference
+
+    return reference
 
 
 def _rows(taken: dict[str, list[dict[str, float]]]) -> list[dict]:
@@ -116,9 +153,9 @@ def _rows(taken: dict[str, list[dict[str, float]]]) -> list[dict]:
 
 
 def text_to_image(bench: Bench) -> list[dict]:
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in bench.options.way}
     for seed in range(bench.options.repeats + 1):
-        for name in WAYS:
+        for name in bench.options.way:
             taken[name].append(bench.seconds(name, seed, prompt=bench.prompt(), schedule="dynamic", steps=bench.options.steps))
     return _rows(taken)
 
@@ -126,7 +163,7 @@ def text_to_image(bench: Bench) -> list[dict]:
 def edit(bench: Bench) -> list[dict]:
     taken: dict[str, list[dict[str, float]]] = {}
     for seed in range(bench.options.repeats + 1):
-        for name in WAYS:
+        for name in bench.options.way:
             pictures, first, other = [bench.picture(seed)], bench.prompt(), bench.prompt()
             for what, prompt, number in (("new picture", first, 0), ("another prompt", other, 0), ("another seed", other, 1)):
                 taken.setdefault(f"{name}, {what}", []).append(bench.seconds(name, number, prompt=prompt, pictures=pictures, schedule="turbo"))
@@ -139,7 +176,10 @@ MEASURES = {"text to image": text_to_image, "edit": edit}
 def main() -> None:
     parser = arguments("pictures", __doc__.splitlines()[0], MEASURES)
     parser.add_argument("--steps", type=int, default=40, help="of text to image")
-    take(parser.parse_args(), Bench, MEASURES)
+    parser.add_argument("--way", choices=WAYS, action="append", help="all without it")
+    options = parser.parse_args()
+    options.way = options.way or WAYS
+    take(options, Bench, MEASURES)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import AutoencoderKLQwenImage21
 from measuring import arguments, in_turn, peak_gib, profile_rows, relative_error, sustained_ms, take
+from reference import reference_vae
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,19 +49,9 @@ class Bench:
 
     @property
     def reference(self) -> AutoencoderKLQwenImage21:
-        """The reference's over the same weights; what it never uses for a single frame is random."""
+        """The reference's over the same weights."""
         if self._reference is None:
-            c = self.config
-            with torch.device(self.device):
-                model = AutoencoderKLQwenImage21(
-                    base_dim=c.base_dim, decoder_base_dim=c.decoder_base_dim, z_dim=c.z_dim, dim_mult=list(c.dim_mult), num_res_blocks=c.num_res_blocks,
-                    temperal_downsample=list(c.temperal_downsample), latents_mean=list(c.latents_mean), latents_std=list(c.latents_std),
-                    is_residual=True, in_channels=c.in_channels, out_channels=c.out_channels, patch_size=None, attn_scales=[],
-                )  # fmt: skip
-            self._reference = model.to(self.dtype).eval()
-            shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-            unused = model.load_state_dict({name: weight.reshape(shapes[name]) for name, weight in self.vae.state_dict().items()}, strict=False)
-            assert not unused.unexpected_keys and all(".time_conv." in name for name in unused.missing_keys)
+            self._reference = reference_vae(self.vae)
         return self._reference
 
     @property
