@@ -49,6 +49,10 @@ else:
 
     JITFunction.run = run
     kernels.fusible = lambda x: True
+    kernels.attention_runs_on = lambda device: tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+kernels.LEAST_SCORES = 0
+modules = [fused, fused_maps, *([kernels._hopper()] if kernels.attention_runs_on(torch.empty(0, device=device).device) else [])]
 
 
 class Watching(Hooks):
@@ -90,12 +94,12 @@ def paint(batch, text, grids, rows, columns):
 
 paint(1, 16, [(4, 4)], 4, 4)
 known = len(compiled)
-for size in ((2, 16, [(4, 4)], 4, 4), (1, 17, [(3, 5)], 3, 5), (1, 1, [(1, 1)], 1, 1), (3, 33, [], 1, 3), (1, 300, [(5, 7), (8, 2)], 8, 2)):
+for size in ((8, 16, [(4, 4)], 4, 4), (1, 17, [(3, 5)], 3, 5), (1, 1, [(1, 1)], 1, 1), (3, 33, [], 1, 3), (1, 300, [(5, 7), (8, 2)], 8, 2), (1, 9, [], 11, 12)):
     paint(*size)
 if device == "cpu":  # too large to be there
     large = torch.empty(2**28, 16, 1, 1, device="meta", dtype=dtype)
     fused_maps.add(large, large[0, :, 0, 0], large)
-there = {name for module in (fused, fused_maps) for name, kernel in vars(module).items() if isinstance(kernel, JITFunction) and name.endswith("_kernel")}
+there = {name for module in modules for name, kernel in vars(module).items() if isinstance(kernel, JITFunction) and name.endswith("_kernel")}
 print("never launched:", *sorted(name for name in there if not any(one.startswith(name) for one in compiled)))
 print("compiled again:", *compiled[known:], sep="\\n")
 """
