@@ -44,8 +44,8 @@ PREVIEW = json.loads((Path(__file__).parent / "latent_rgb_factors.json").read_te
 def host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transformer_options: dict) -> torch.Tensor:
     """Unmasked attention of ComfyUI's choice (sage, flash, PyTorch ...) on (batch, heads, tokens, head_dim).
 
-    Where that is PyTorch's, it is called directly on GPUs on which it prefers cuDNN's kernel: ComfyUI would have it try flash attention first,
-    which is slower there.
+    Where that is PyTorch's, the core's is called on GPUs that have a kernel for it, or on which PyTorch prefers cuDNN's: ComfyUI would have it try
+    flash attention first, which is slower there.
     """
     if optimized_attention is attention_pytorch and "optimized_attention_override" not in transformer_options and prefers_cudnn(q.device):
         return full_attention(q, k, v)

@@ -4,7 +4,6 @@ Both scales put the largest value at FP8's maximum, so a product of two rows is 
 and is summed in float32. The layers outside the blocks stay as they are: they cost next to nothing and every token passes through them.
 """
 
-import logging
 from functools import cache
 
 import torch
@@ -81,15 +80,12 @@ def multiplies_rows(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < kernels.FP8_CAPABILITY:
         return False
     ones = torch.ones(16, 32, device=device, dtype=torch.bfloat16)
-    try:
+
+    def trial() -> None:
         multiply_rows(kernels.quantize_rows(ones), ones.to(kernels.FP8), ones[:, 0].float())
         torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # PyTorch's or Triton's
-        logging.warning("%s does not multiply FP8 with a scale for each row: %s", device, error)
-        return False
-    return True
+
+    return kernels.tried(device, trial, f"{device} does not multiply FP8 with a scale for each row")
 
 
 def check_device(device: torch.device) -> None:

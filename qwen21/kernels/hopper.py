@@ -11,14 +11,14 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DIM = 128  # of a head
 QUERIES, KEYS, STAGES = 64, 128, 2  # of a group of warps; of a tile; tiles of keys, and of values, in shared memory
 REGISTERS = 240, 24  # a thread, of those who compute and of those who fetch
 
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.6
+_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name until Triton 3.7
 
 
 @gluon.jit
@@ -50,8 +50,9 @@ def _produce(
 def _softmax(scores, highest, total, scale, WEIGHTS: gl.constexpr):
     """Weights of a tile's scores, the highest score and the sum of weights up to now, and the factor on what was summed before."""
     new_highest = gl.maximum(highest, gl.max(scores, 1))
-    weights = gl.exp2(scores * scale - (new_highest * scale)[:, None])
-    before = gl.exp2((highest - new_highest) * scale)
+    shift = new_highest * scale
+    weights = gl.exp2(scores * scale - shift[:, None])
+    before = gl.exp2(highest * scale - shift)
     return gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS), new_highest, total * before + gl.sum(weights, 1), before
 
 
@@ -81,25 +82,30 @@ def _consume(
         mbarrier.arrive(k_empty.index(stage), count=1)
         inside = (tiles - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES)) < keys
         weights, highest, total, before = _softmax(gl.where(inside[None, :], scores, float("-inf")), highest, total, scale, WEIGHTS)
-        mbarrier.wait(v_full.index(stage), first // STAGES & 1)
-        for tile in range(first + 1, first + tiles):
+        final = first + tiles - 1
+        after = gl.minimum(first + 1, final)
+        mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1)
+        for tile in range(first + 1, final + 1):
             stage, last = tile % STAGES, (tile - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), tile // STAGES & 1)
             mbarrier.wait(turn.index(GROUP), (tile - done - 1 & 1) ^ (1 - GROUP))
             product = warpgroup_mma(mine, k.index(stage).reshape([KEYS, DIM]).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(last), (tile - 1) // STAGES & 1)
             new_sums = warpgroup_mma(weights, v.index(last).reshape([KEYS, DIM]), sums, is_async=True)
             mbarrier.arrive(turn.index(1 - GROUP), count=1)
             scores = warpgroup_mma_wait(1, deps=(product,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             new_weights, highest, total, before = _softmax(scores, highest, total, scale, WEIGHTS)
-            # Needed in the next round only. But waiting ends a basic block, without which the assembler puts the softmax behind what follows.
-            mbarrier.wait(v_full.index(stage), tile // STAGES & 1)
+            # The next round's keys. Waiting ends a basic block, without which the assembler puts the softmax behind what follows. After the last
+            # round they are those it had: nothing is fetched in their place before q_empty.
+            after = gl.minimum(tile + 1, final)
+            mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1)
             sums, weights, new_weights = warpgroup_mma_wait(0, deps=(new_sums, weights, new_weights))
             mbarrier.arrive(v_empty.index(last), count=1)
             sums *= gl.convert_layout(before, ROWS)[:, None]
             weights = new_weights
         mbarrier.arrive(q_empty, count=1)
-        last = (first + tiles - 1) % STAGES
+        last = final % STAGES
+        mbarrier.wait(v_full.index(last), final // STAGES & 1)
         new_sums = warpgroup_mma(weights, v.index(last).reshape([KEYS, DIM]), sums, is_async=True)
         sums, weights = warpgroup_mma_wait(0, deps=(new_sums, weights))
         mbarrier.arrive(v_empty.index(last), count=1)
@@ -110,7 +116,7 @@ def _consume(
         done += 1
 
 
-@gluon.jit(do_not_specialize=["queries", "keys", "pieces", "blocks"])
+@gluon.jit(do_not_specialize=["queries", "keys", "pieces", "blocks", "heads"])
 def _attention_kernel(
     q_tensor, k_tensor, v_tensor, out, queries, keys, pieces, blocks, heads, scale,
     QUERIES: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -133,6 +139,7 @@ def _attention_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()  # fetching sees them as they are now
     barriers, tiles = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn), gl.cdiv(keys, KEYS)
     gl.warp_specialize(
         [
@@ -152,8 +159,8 @@ def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Every query sees every key: bfloat16 (batch, heads, tokens, DIM), heads and tokens in any order in memory. In the result, of the same shape as
-    `q`, a token's heads lie together."""
+    """Every query sees every key: bfloat16 (batch, heads, tokens, DIM), at least one key, heads and tokens in any order in memory. In the result, of
+    the same shape as `q`, a token's heads lie together."""
     batch, heads, queries, _ = q.shape
     out = q.new_empty(batch, queries, heads, DIM)
     blocks = triton.cdiv(queries, 2 * QUERIES)

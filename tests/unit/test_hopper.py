@@ -1,9 +1,13 @@
-"""The kernel for attention on Hopper GPUs, against float32; where it is used, and what happens where it does not work. The last two need no GPU."""
+"""The kernel for attention on Hopper GPUs, against float32 on such a GPU; elsewhere, when it is used, what happens where it does not work, and
+that it compiles."""
 
 import logging
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -61,45 +65,83 @@ def test_memory_may_lie_in_any_order_and_what_lies_behind_the_keys_is_never_used
 def test_it_is_used_for_long_sequences_in_bfloat16(monkeypatch):
     from qwen21.kernels import hopper
 
+    assert kernels.attention_runs_on(torch.device("cuda", torch.cuda.current_device()))
     calls = []
     monkeypatch.setattr(hopper, "attention", lambda q, k, v: calls.append(q.shape) or torch.empty_like(q))
-    long = heads(1, 2, 2048, 0), heads(1, 2, 2048, 1), heads(1, 2, 2048, 2)
-    kernels.attention(*long)
-    assert len(calls) == 1
-    kernels.attention(*(x.float() for x in long))
-    kernels.attention(*(x[:, :, :100] for x in long))
-    kernels.attention(*(x[..., :64].contiguous() for x in long))
-    kernels.attention(long[0], long[1][:, :1].expand(-1, 2, -1, -1), long[2])
-    assert len(calls) == 1
+    q, k, v = (heads(1, 2, 2048, seed) for seed in range(3))
+    kernels.attention(q, k, v)
+    assert calls == [q.shape]
+    kernels.attention(q.float(), k.float(), v.float())
+    kernels.attention(q[:, :, :100], k[:, :, :100], v[:, :, :100])
+    assert calls == [q.shape]
 
 
-def test_where_it_does_not_work_pytorch_computes_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "fusible", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: kernels.HOPPER)
-    monkeypatch.setattr(kernels, "attention_runs_on", kernels.cache(kernels.attention_runs_on.__wrapped__))
+def test_it_takes_what_can_be_fetched_and_broadcasts_nothing():
+    q, k = heads(1, 2, 20, 0, "cpu"), heads(1, 2, 30, 1, "cpu")
+    by_tokens = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert kernels._attends(q, k, k) and kernels._attends(q, by_tokens, by_tokens) and kernels._attends(q, k[:, :, 1:], k[:, :, 1:])
+    one_head = k[:, :1].expand(-1, 2, -1, -1)
+    for others in ((k.float(), k), (k[..., ::2], k), (k[:, :1], k[:, :1]), (one_head, one_head), (k, k[:, :, 1:]), (k.expand(2, -1, -1, -1),) * 2):
+        assert not kernels._attends(q, *others)
+    assert not kernels._attends(q[..., :64].contiguous(), *(k[..., :64].contiguous(),) * 2)
+    unaligned = torch.zeros(2 * 20 * HEAD + 4, dtype=torch.bfloat16)[4:].view(1, 2, 20, HEAD)
+    assert not kernels._attends(unaligned, k, k)
+
+
+def broken(kernel):
+    """`kernel` with its last 16 rows left out, as one group of threads could."""
+
+    def attention(q, k, v):
+        out = kernel(q, k, v)
+        out[-1, -1, -16:] = 0
+        return out
+
+    return attention
+
+
+def raising(q, k, v):
+    raise RuntimeError("at 24:4: a line of the kernel\n\nno such name in this version")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "version", "reason"),
+    [
+        (raising, "3.6.0", "does not work: no such name in this version"),
+        (broken(F.scaled_dot_product_attention), "3.6.0", "its result is off by 0.0"),
+        (lambda q, k, v: q * float("nan"), "3.7.1", "its result is off by nan"),
+        (F.scaled_dot_product_attention, "3.5.1", "it takes Triton 3.6 or newer, this is 3.5.1"),
+        (F.scaled_dot_product_attention, "3.10.0", None),
+    ],
+)
+def test_where_it_does_not_work_pytorch_computes_and_says_so_once(monkeypatch, caplog, kernel, version, reason):
+    pretend(monkeypatch, kernel, version)
     q, k, v = (heads(1, 2, 2048, seed, "cpu") for seed in range(3))
-    expected = F.scaled_dot_product_attention(q, k, v)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(kernels.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+        kernels.attention(q, k, v)
+    assert kernels.attention_runs_on(q.device) == (reason is None)
+    assert [reason in record.getMessage() for record in caplog.records] == [True] * (reason is not None)
 
-    def raising(q, k, v):
-        raise RuntimeError("no such name in this version")
 
-    for kernel, reason in ((raising, "no such name"), (lambda q, k, v: v[:, :, : q.shape[2]], "off by"), (lambda q, k, v: q * float("nan"), "off by nan")):
-        monkeypatch.setattr(kernels, "_hopper", lambda kernel=kernel: SimpleNamespace(attention=kernel))
-        kernels.attention_runs_on.cache_clear()
-        with caplog.at_level(logging.WARNING):
-            caplog.clear()
-            assert torch.equal(kernels.attention(q, k, v), expected) and torch.equal(kernels.attention(q, k, v), expected)
-            assert [reason in record.getMessage() for record in caplog.records] == [True]
-
+def test_a_full_device_is_asked_again(monkeypatch):
     def full(q, k, v):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(kernels, "_hopper", lambda: SimpleNamespace(attention=full))
-    kernels.attention_runs_on.cache_clear()
+    pretend(monkeypatch, full)
     with pytest.raises(torch.OutOfMemoryError):
-        kernels.attention(q, k, v)
+        kernels.attention_runs_on(torch.device("cpu"))
     monkeypatch.setattr(kernels, "_hopper", lambda: SimpleNamespace(attention=F.scaled_dot_product_attention))
-    assert kernels.attention_runs_on(q.device)  # the full device was not remembered
+    assert kernels.attention_runs_on(torch.device("cpu"))
+
+
+def pretend(monkeypatch, kernel, version: str = "3.6.0") -> None:
+    """The CPU is a Hopper GPU with that version of Triton, which was never asked."""
+    monkeypatch.setattr(kernels, "fusible", lambda x: True)
+    monkeypatch.setattr(kernels, "_hopper", lambda: SimpleNamespace(attention=kernel))
+    monkeypatch.setattr(kernels, "attention_runs_on", cache(kernels.attention_runs_on.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: kernels.HOPPER)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
 
 
 COMPILE = """
@@ -121,7 +163,7 @@ for i, name in enumerate(kernel.arg_names):
     else:
         types[name] = {"out": "*bf16", "scale": "fp32"}.get(name, "i32")
 compiled = triton.compile(GluonASTSource(kernel, types, constants, {}), GPUTarget("cuda", 90, 32), {"num_warps": 4})
-print(compiled.metadata.shared, compiled.asm["ptx"])
+print(compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["sass"])
 """
 
 
@@ -134,4 +176,5 @@ def test_it_compiles(tmp_path):
     assert not done.returncode, done.stderr
     shared, _, assembly = done.stdout.partition(" ")
     assert int(shared) <= 227 * 1024
-    assert "wgmma.mma_async" in assembly and "cp.async.bulk.tensor.4d" in assembly and ".local" not in assembly
+    assert "wgmma.mma_async" in assembly and "cp.async.bulk.tensor.4d" in assembly
+    assert "HGMMA" in assembly and not re.search(r"\b(STL|LDL)\b", assembly), "registers do not suffice"
