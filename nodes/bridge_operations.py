@@ -5,6 +5,7 @@ from functools import cache
 
 import comfy.ops
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ..qwen21 import kernels
 from ..qwen21.fp8 import multiplies_rows, multiply_rows
@@ -59,6 +60,7 @@ def _row_linear(operations):
             own, parameters = self.__dict__, self._parameters
             return (
                 own.get("quant_format") == "float8_e4m3fn"
+                and isinstance(parameters["weight"], QuantizedTensor)
                 and not (self._full_precision_mm or own.get("comfy_force_cast_weights"))
                 and not (self.weight_function or self.bias_function)
                 and parameters["bias"] is parameters.get("input_scale") is parameters.get("pre_quant_scale") is None

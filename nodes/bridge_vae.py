@@ -18,7 +18,7 @@ from .bridge_operations import with_lending
 from .bridge_stored import state_dict
 
 # Bytes a pixel and byte of dtype, to decode and to encode, from the peaks that tests/bench/vae.py measures at the published widths, less weights:
-# with kernels (1.6 and 0.8 GiB for 1024 x 1024 in bfloat16), whose way is the core's here too, and without (6.6 and 2.3 GiB, the reference's).
+# with kernels, which ComfyUI's convolutions use too (1.6 and 0.8 GiB for 1024 x 1024 in bfloat16), and without (6.6 and 2.3 GiB, the reference's).
 KERNEL_BYTES, PLAIN_BYTES = (900, 450), (3300, 1400)
 
 

@@ -1,5 +1,5 @@
-"""Element-wise steps of the denoiser that are bound by memory traffic: as one Triton kernel each where that runs, else plain PyTorch, with norm and
-rotation by comfy-kitchen where that has kernels. On Hopper GPUs unmasked attention is a kernel, too (hopper.py).
+"""The denoiser's steps between matrix products, which are bound by memory traffic, and attention: as one Triton kernel each where that runs
+(attention's on Hopper GPUs alone, hopper.py), else plain PyTorch, with norm and rotation by comfy-kitchen where that has kernels.
 
 Plain PyTorch is what the reference does, operation by operation, rounding after each. A kernel reads and writes each tensor once and rounds
 once, at the end, so in half precision it is closer to float32, not equal to the bit.
@@ -22,6 +22,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_CAPABILITY = (8, 9)  # of the first CUDA devices that compute in it
 HOPPER = (9, 0)  # compute capability
+HOPPER_HEAD_DIM = 128  # of the heads that attention's kernel is written for
 LEAST_SCORES = 2**22  # queries times keys, a head: with fewer, PyTorch's attention is launched and done sooner
 TINY = 1e-30  # a row of zeros has this largest value: its scale must not be one that devices flush to zero
 
@@ -46,9 +47,15 @@ def tried(device: torch.device, trial: Callable[[], object], failing: str) -> bo
     except Exception as error:  # whatever PyTorch and Triton raise
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             raise
-        logging.warning("%s: %s", failing, str(error).strip().rpartition("\n")[2])
+        logging.warning("%s: %s", failing, reason(error))
         return False
     return True
+
+
+def reason(error: Exception) -> str:
+    """One line of what `error` says: compilers say it last, if not before a command that would do it again."""
+    said = [line.strip() for line in str(error).partition("Repro command")[0].splitlines() if line.strip()]
+    return said[-1] if said else type(error).__name__
 
 
 @cache
@@ -208,7 +215,7 @@ def _attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether nothing is broadcast, and a Hopper GPU can fetch tiles of each by itself, 16 bytes at a time."""
     shapes_fit = q.shape[:2] == k.shape[:2] and k.shape == v.shape
     return shapes_fit and all(
-        (x.dtype, x.device, x.shape[3], x.stride(3), x.data_ptr() % 16) == (torch.bfloat16, q.device, 128, 1, 0)
+        (x.dtype, x.device, x.shape[3], x.stride(3), x.data_ptr() % 16) == (torch.bfloat16, q.device, HOPPER_HEAD_DIM, 1, 0)
         and all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:3])
         for x in (q, k, v)
     )
@@ -229,8 +236,9 @@ def attention_runs_on(device: torch.device) -> bool:
         if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
             raise Qwen21Error(f"it takes Triton 3.6 or newer, this is {triton.__version__}")
         generator = torch.Generator(device).manual_seed(0)
-        q, k, v = (torch.randn(1, 32, tokens, 128, device=device, generator=generator).to(torch.bfloat16) for tokens in (600, 300, 300))
-        expected = (q.float() @ k.float().mT * 128**-0.5).softmax(-1) @ v.float()
+        shapes = ((1, 32, tokens, HOPPER_HEAD_DIM) for tokens in (600, 300, 300))
+        q, k, v = (torch.randn(shape, device=device, generator=generator).to(torch.bfloat16) for shape in shapes)
+        expected = (q.float() @ k.float().mT * HOPPER_HEAD_DIM**-0.5).softmax(-1) @ v.float()
         error = ((_hopper().attention(q, k, v) - expected).norm() / expected.norm()).item()
         if not error < 0.02:  # bfloat16's own is 0.002; one row in a thousand left out makes 0.03
             raise Qwen21Error(f"its result is off by {error:.2g}")

@@ -350,7 +350,8 @@ def ceilings(bench: Bench) -> list[dict]:
         keys = inputs.prefix_tokens + inputs.tokens
         for layout in ((False, False), (True, False), (False, True), (True, True)):
             bench.attention_rate(inputs.tokens, keys, *layout)
-        bench.attention_rate(inputs.tokens, keys, attention=kernels.attention)
+        if bench.device.type == "cuda" and kernels.attention_runs_on(torch.empty(0, device=bench.device).device):
+            bench.attention_rate(inputs.tokens, keys, attention=kernels.attention)
     rows = [{"what": name, "tera_a_second": rate / 1e12} for name, rate in bench._ceilings.items()]
     if bench.device.type == "cuda":
         there = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from qwen21 import kernels
 
-HEAD = 128
+HEAD = kernels.HOPPER_HEAD_DIM
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != kernels.HOPPER, reason="needs a Hopper GPU"
 )
@@ -103,10 +103,20 @@ def raising(q, k, v):
     raise RuntimeError("at 24:4: a line of the kernel\n\nno such name in this version")
 
 
+def failing(q, k, v):
+    raise RuntimeError("PTXAS error: no such instruction\n`ptxas` stderr:\nline 3: wrong\n\nRepro command: ptxas -o out\n")
+
+
+def silent(q, k, v):
+    raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("kernel", "version", "reason"),
     [
         (raising, "3.6.0", "does not work: no such name in this version"),
+        (failing, "3.6.0", "does not work: line 3: wrong"),
+        (silent, "3.6.0", "does not work: NotImplementedError"),
         (broken(F.scaled_dot_product_attention), "3.6.0", "its result is off by 0.0"),
         (lambda q, k, v: q * float("nan"), "3.7.1", "its result is off by nan"),
         (F.scaled_dot_product_attention, "3.5.1", "it takes Triton 3.6 or newer, this is 3.5.1"),
@@ -150,13 +160,14 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
+from qwen21 import kernels
 from qwen21.kernels import hopper
 
 kernel, types, constants = hopper._attention_kernel, {}, {}
-rows = {"q_tensor": hopper.QUERIES, "k_tensor": hopper.KEYS, "v_tensor": hopper.KEYS}
+rows = {"q_desc": hopper.QUERIES, "k_desc": hopper.KEYS, "v_desc": hopper.KEYS}
 for i, name in enumerate(kernel.arg_names):
     if name in rows:
-        block = [1, 1, rows[name], hopper.DIM]
+        block = [1, 1, rows[name], kernels.HOPPER_HEAD_DIM]
         types[name] = f"tensordesc<bf16{block},{NVMMASharedLayout.get_default_for(block, bfloat16)!r}>"
     elif hasattr(hopper, name):
         types[name], constants[(i,)] = "constexpr", getattr(hopper, name)
