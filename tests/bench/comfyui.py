@@ -1,7 +1,7 @@
 """The nodes inside ComfyUI: what a step takes there, and what a card of so many GiB still paints.
 
     python tests/bench/comfyui.py --comfyui FOLDER [--size small|full] [--device cpu|cuda] [--only steps] [--limit-gib 12] [--encoder]
-        [--checkpoint FOLDER] [--options=--disable-dynamic-vram] [--repeats 5] [--json]
+        [--checkpoint FOLDER] [--options=--disable-dynamic-vram] [--repeats 5] [--scale 0.03] [--json]
 
 Runs in ComfyUI's Python, without its server, and starts ComfyUI as its main.py does; what that decides before torch is imported is left to the caller:
 with PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync it uses that allocator, as it does by itself on CUDA 13. Reads a checkpoint folder with random
@@ -11,7 +11,8 @@ the text encoder, of which only a stub is written without --encoder).
 Measures: "steps" (8 steps of the Sampler: a step without loading and prefix, and all of it), "error" (of one step, against float32), "memory"
 (4 steps and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much
 of the denoiser was on the card after sampling), "encode" (the text encoder, likewise), "vae" (a picture of 1024 x 1024, decoded and encoded, with
-the convolutions on the kernels' way and as ComfyUI has them). --limit-gib takes the rest of the card's memory away first.
+the convolutions on the kernels' way and as ComfyUI has them), "quality" (what fp8 weights change in the pictures of the tiny checkpoint, whichever
+--checkpoint is given; eleven minutes on one CPU core). --limit-gib takes the rest of the card's memory away first.
 """
 
 import argparse
@@ -55,6 +56,8 @@ WAYS = (
     "ours fp8",
     "ours fp8, ComfyUI's product",
 )
+RIGHT = ("place", "colour", "shape", "size", "background", "all right")
+QUALITIES = ("default", "fp8", "fp8, ComfyUI's product")  # the first is what the others are compared with
 WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
 PROMPT = "a red star over two blue circles beside the green square under one yellow moon, " * 4
 
@@ -205,8 +208,7 @@ class Bench:
     def sample(self, model, references: list[torch.Tensor], steps: int) -> tuple[dict, str]:
         """(LATENT, report) of the Sampler."""
         prompt, latent = self.conditioning(references), {"samples": torch.zeros(1, 64, self.side, self.side)}
-        inputs = {"model": model, "positive": prompt, "negative": prompt, "latent": latent, "seed": 0, "steps": steps, "cfg": 1.0, "schedule": "dynamic"}
-        return outputs("nodes.sampler", "Qwen21Sampler", **inputs, sampler_name="euler", denoise=1.0, cfg_until=1.0)
+        return sampled(model, prompt, prompt, latent, steps, schedule="dynamic")
 
     def way(self, name: str, model, references: int, steps: int = STEPS) -> Callable[[], tuple[dict, str]]:
         """So many steps of `name`, one of WAYS: (LATENT, report)."""
@@ -247,8 +249,7 @@ class Bench:
 
     def read(self, row: dict, clip, images: dict[str, torch.Tensor]) -> None:
         """From prompt and pictures to conditioning."""
-        inputs = {"clip": clip, "prompt": PROMPT, "negative_prompt": "", "size_policy": "official", "resolution": 0, "images": images}
-        outputs("nodes.encode", "Qwen21Encode", **inputs)
+        encoded(clip, PROMPT, images)
         note_loaded(row, clip.patcher)
 
     def tried(self, function: Callable, *arguments) -> dict:
@@ -267,6 +268,18 @@ class Bench:
         if row["result"] != "done":
             unload()
         return row
+
+
+def encoded(clip, prompt: str, images: dict[str, torch.Tensor]) -> tuple[list, list]:
+    """(positive, negative) of Encode."""
+    inputs = {"clip": clip, "prompt": prompt, "negative_prompt": "", "size_policy": "official", "resolution": 0, "images": images}
+    return outputs("nodes.encode", "Qwen21Encode", **inputs)
+
+
+def sampled(model, positive: list, negative: list, latent: dict, steps: int, seed: int = 0, schedule: str = "auto") -> tuple[dict, str]:
+    """(LATENT, report) of the Sampler."""
+    inputs = {"model": model, "positive": positive, "negative": negative, "latent": latent, "seed": seed, "steps": steps, "cfg": 1.0, "schedule": schedule}
+    return outputs("nodes.sampler", "Qwen21Sampler", **inputs, sampler_name="euler", denoise=1.0, cfg_until=1.0)
 
 
 def step_seconds(report: str) -> float:
@@ -369,7 +382,55 @@ def vae(bench: Bench) -> list[dict]:
     return rows
 
 
-MEASURES = {"steps": steps, "error": error, "memory": memory, "encode": encode, "vae": vae}
+def quality(bench: Bench) -> list[dict]:
+    """Pictures of the tiny checkpoint through the nodes, from the prompts and seeds of qwen21.tiny.evaluate: how much of each its reader finds right,
+    and how far those with fp8 weights are from those with default ones ("worse": in how many an attribute is less right).
+
+    Nothing multiplies in 8 bits on a CPU: the nodes would leave each product to ComfyUI, and ComfyUI would leave the inputs as they are. Here both are
+    told that the CPU does: the same numbers as on a GPU are multiplied in float32, in ours rows with a scale each, in ComfyUI's inputs without one.
+    """
+    evaluate, operations = pack("qwen21.tiny.evaluate"), pack("nodes.bridge_operations")
+    jobs, runs_on, pictures, rows = evaluate.draw_jobs(bench.options.scale), operations._runs_on, {}, []
+    _, clip, vae = outputs("nodes.loader", "Qwen21Loader", checkpoint="tiny")
+    requests = [asked(clip, vae, job) for job in jobs]
+    for name in QUALITIES:
+        model, *_ = outputs("nodes.loader", "Qwen21Loader", checkpoint="tiny", weight_dtype=name.partition(",")[0])
+        if bench.device.type == "cpu":
+            for layer in model.model.diffusion_model.modules():
+                if getattr(layer, "quant_format", None):
+                    layer._full_precision_mm = False
+        ours = lambda device, name=name: "product" not in name and (device.type == "cpu" or runs_on(device))
+        with mock.patch.object(operations, "_runs_on", ours):
+            pictures[name] = [painted(model, vae, *request, evaluate.STEPS, job.seed) for job, request in zip(jobs, requests)]
+        del model
+        unload()
+    scores = {name: evaluate.score_all(jobs, made) for name, made in pictures.items()}
+    for name in QUALITIES:
+        row = {"what": name} | evaluate.summarize([replace(job, group=name) for job in jobs], scores[name])[name]
+        if name != QUALITIES[0]:
+            decibels = [evaluate.psnr(*pair) for pair in zip(pictures[name], pictures[QUALITIES[0]])]
+            worse = [any(now[key] < before[key] for key in RIGHT) for now, before in zip(scores[name], scores[QUALITIES[0]])]
+            row |= {"worse": sum(worse), "psnr": float(np.mean(decibels)), "worst psnr": float(min(decibels))}
+        rows.append(row)
+    return rows
+
+
+def asked(clip, vae, job) -> tuple[list, list, dict]:
+    """(positive, negative, LATENT) for the Sampler, of a Job of qwen21.tiny.evaluate."""
+    images = {f"image_{i}": pack("nodes.bridge_clip").to_image(picture) for i, picture in enumerate(job.references, start=1)}
+    positive, negative = encoded(clip, job.task.prompt, images)
+    canvas = {"canvas": "width and height", "width": job.width, "height": job.height, "batch_size": 1}
+    return outputs("nodes.references", "Qwen21ReferenceLatents", positive=positive, negative=negative, vae=vae, **canvas)
+
+
+def painted(model, vae, *request) -> np.ndarray:
+    """The picture that `sampled` gives for `request`, in uint8 RGBA."""
+    latent, _ = sampled(model, *request)
+    *_, rgba = outputs("nodes.decode", "Qwen21Decode", vae=vae, latent=latent, alpha="as decoded", colour="#ffffff")
+    return np.asarray(pack("nodes.bridge_clip").to_pictures(rgba)[0])
+
+
+MEASURES = {"steps": steps, "error": error, "memory": memory, "encode": encode, "vae": vae, "quality": quality}
 
 
 def main() -> None:
@@ -377,6 +438,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True, help="ComfyUI's folder")
     parser.add_argument("--checkpoint", type=Path, help="folder of the random checkpoint, kept; a temporary one without it")
     parser.add_argument("--way", choices=WAYS, action="append", help="of the steps, all without it")
+    parser.add_argument("--scale", type=float, default=0.03, help="of the quality, fraction of the 1500 prompts to use")
     parser.add_argument("--encoder", action="store_true", help="write the text encoder in its published size")
     parser.add_argument("--limit-gib", type=float, help="memory that the card is to have")
     parser.add_argument("--options", default="", help="ComfyUI's own, such as --options=--lowvram")
