@@ -12,7 +12,7 @@ Measures: "steps" (8 steps of the Sampler: a step without loading and prefix, an
 (4 steps and decoding, with each kind of weights: whether it works, the step without loading and prefix, the most that PyTorch held, and how much
 of the denoiser was on the card after sampling), "encode" (the text encoder, likewise), "vae" (a picture of 1024 x 1024, decoded and encoded, with
 the convolutions on the kernels' way and as ComfyUI has them), "quality" (what fp8 weights change in the pictures of the tiny checkpoint, whichever
---checkpoint is given; minutes on a CPU). --limit-gib takes the rest of the card's memory away first.
+--checkpoint is given; eleven minutes on one CPU core). --limit-gib takes the rest of the card's memory away first.
 """
 
 import argparse
