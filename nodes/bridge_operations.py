@@ -1,7 +1,6 @@
 """ComfyUI's operations, which say of themselves what the core's kernels may take over while nothing has to be done to the weights first."""
 
 from contextlib import contextmanager
-from functools import cache
 
 import comfy.ops
 import torch
@@ -90,7 +89,6 @@ def _row_linear(operations):
     return Linear
 
 
-@cache
 def _runs_on(device: torch.device) -> bool:
     """Whether rows are made by kernels and multiplied on `device`. In plain PyTorch making them would take longer than it saves."""
     return kernels.run_on(device) and multiplies_rows(device)

@@ -47,12 +47,12 @@ def tried(device: torch.device, trial: Callable[[], object], failing: str) -> bo
     except Exception as error:  # whatever PyTorch and Triton raise
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             raise
-        logging.warning("%s: %s", failing, reason(error))
+        logging.warning("%s: %s", failing, _reason(error))
         return False
     return True
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """One line of what `error` says: compilers say it last, if not before a command that would do it again."""
     said = [line.strip() for line in str(error).partition("Repro command")[0].splitlines() if line.strip()]
     return said[-1] if said else type(error).__name__
@@ -226,6 +226,7 @@ def attention_runs_on(device: torch.device) -> bool:
     """Whether the kernel for attention works on `device`. Gluon, in which it is written, may change with any version of Triton: try and compare, once.
 
     With more to do than processors, so that each does several pieces, and keys and queries that do not fill their last tile.
+    Raises torch.OutOfMemoryError, which says nothing about the device and is not remembered.
     """
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != HOPPER:
         return False

@@ -56,7 +56,6 @@ WAYS = (
     "ours fp8",
     "ours fp8, ComfyUI's product",
 )
-RIGHT = ("place", "colour", "shape", "size", "background", "all right")
 QUALITIES = ("default", "fp8", "fp8, ComfyUI's product")  # the first is what the others are compared with
 WEIGHTS = {"default": False, "fp8": True}  # the Loader's weight_dtype -> whether it is fp8
 PROMPT = "a red star over two blue circles beside the green square under one yellow moon, " * 4
@@ -390,6 +389,7 @@ def quality(bench: Bench) -> list[dict]:
     told that the CPU does: the same numbers as on a GPU are multiplied in float32, in ours rows with a scale each, in ComfyUI's inputs without one.
     """
     evaluate, operations = pack("qwen21.tiny.evaluate"), pack("nodes.bridge_operations")
+    right = *evaluate.Verdict.ATTRIBUTES, "background", "all right"
     jobs, runs_on, pictures, rows = evaluate.draw_jobs(bench.options.scale), operations._runs_on, {}, []
     _, clip, vae = outputs("nodes.loader", "Qwen21Loader", checkpoint="tiny")
     requests = [asked(clip, vae, job) for job in jobs]
@@ -409,7 +409,7 @@ def quality(bench: Bench) -> list[dict]:
         row = {"what": name} | evaluate.summarize([replace(job, group=name) for job in jobs], scores[name])[name]
         if name != QUALITIES[0]:
             decibels = [evaluate.psnr(*pair) for pair in zip(pictures[name], pictures[QUALITIES[0]])]
-            worse = [any(now[key] < before[key] for key in RIGHT) for now, before in zip(scores[name], scores[QUALITIES[0]])]
+            worse = [any(now[key] < before[key] for key in right) for now, before in zip(scores[name], scores[QUALITIES[0]])]
             row |= {"worse": sum(worse), "psnr": float(np.mean(decibels)), "worst psnr": float(min(decibels))}
         rows.append(row)
     return rows

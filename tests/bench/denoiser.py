@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from unittest import mock
 
 import torch
@@ -116,22 +117,18 @@ class Bench:
         for name, weight in self.model.named_parameters():
             one = name.endswith(("norm_q.weight", "norm_k.weight"))
             nn.init.normal_(weight, mean=float(one), std=0.1 if weight.ndim == 1 else weight.shape[1] ** -0.5)
-        self._reference, self._fp8 = None, None
         self._ceilings: dict[str, float] = {}
 
-    @property
+    @cached_property
     def reference(self) -> QwenImage21Transformer2DModel:
         """The reference's model over the same weights."""
-        if self._reference is None:
-            self._reference = reference_transformer(self.model)
-        return self._reference
+        return reference_transformer(self.model)
 
-    @property
+    @cached_property
     def fp8(self) -> QwenImage21Transformer:
-        if self._fp8 is None:
-            self._fp8 = copy.deepcopy(self.model)
-            quantize_linears(self._fp8)
-        return self._fp8
+        model = copy.deepcopy(self.model)
+        quantize_linears(model)
+        return model
 
     def inputs(self, name: str) -> Inputs:
         return Inputs(WORKLOADS[name], self.config, self.small, self.device, self.dtype)

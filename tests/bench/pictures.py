@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -90,16 +91,13 @@ class Bench:
         self.side = 1024 if full else 64
         checkpoint = lambda: Published(self.device) if full else Checkpoint("tiny")
         self.pipelines = {name: Pipeline(checkpoint(), self.device, dtype, keep=True, fp8="fp8" in name) for name in WAYS if name != "reference"}
-        self._reference = None
         self._prompts = 0
 
-    @property
+    @cached_property
     def reference(self):
         """diffusers' pipeline over the weights of ours."""
-        if self._reference is None:
-            transformer, vae, encoder = (self.pipelines["ours"]._part(name, Report()) for name in ("transformer", "vae", "text_encoder"))
-            self._reference = _diffusers().reference_pipeline(transformer, vae, encoder.model)
-        return self._reference
+        transformer, vae, encoder = (self.pipelines["ours"]._part(name, Report()) for name in ("transformer", "vae", "text_encoder"))
+        return _diffusers().reference_pipeline(transformer, vae, encoder.model)
 
     def prompt(self, words: int = 60) -> str:
         """Of about so many words, with a beginning that none before it had."""

@@ -11,6 +11,7 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from unittest import mock
 
 import torch
@@ -45,20 +46,15 @@ class Bench:
             else:
                 nn.init.normal_(weight, mean=float(name.endswith("gamma")), std=0.1)
         self.vae.decoder.conv_out.weight.mul_(0.6)  # keeps most of the picture away from the clamp
-        self._reference, self._channels_last = None, None
 
-    @property
+    @cached_property
     def reference(self) -> AutoencoderKLQwenImage21:
         """The reference's over the same weights."""
-        if self._reference is None:
-            self._reference = reference_vae(self.vae)
-        return self._reference
+        return reference_vae(self.vae)
 
-    @property
+    @cached_property
     def channels_last(self) -> QwenImage21VAE:
-        if self._channels_last is None:
-            self._channels_last = copy.deepcopy(self.vae).to(memory_format=torch.channels_last)
-        return self._channels_last
+        return copy.deepcopy(self.vae).to(memory_format=torch.channels_last)
 
     def input(self, workload: str) -> torch.Tensor:
         what, side = workload.split("-")
